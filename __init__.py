@@ -1,0 +1,122 @@
+"""Meshwright: a compiler that turns a plain PyTorch training program into one graph per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .partitioner.capture import capture
+from .partitioner.errors import CaptureError, LawError, MeshwrightError, PlanError
+from .partitioner.mesh import Mesh
+from .partitioner.plan import Plan
+from .partitioner.planner import Options, make_plan, replan
+from .passes.lower import lower
+from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
+from .runtime.launch import comm_for, device_here, mesh_here
+from .runtime.optimizer import clip_grad_norm as _clip
+from .runtime.verify import VerifyError
+
+__all__ = [
+    "CaptureError", "Compiled", "LawError", "Mesh", "MeshwrightError", "Plan", "PlanError", "VerifyError",
+    "clip_grad_norm_", "compile",
+]  # fmt: skip
+__version__ = "0.1.0"
+
+
+def compile(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    args: tuple = (),
+    kwargs: dict[str, Any] | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    zero: int | str = "auto",
+    clip_grad_norm: float | tuple[float, float] | None = None,
+    memory: int | None = None,
+    pin: dict[str, str] | None = None,
+    plan: str | Plan | None = None,
+    batch_dims: dict[Any, int | None] | None = None,
+    inputs: str = "global",
+    seed: int = 0,
+) -> Compiled:
+    """Compile a model for a mesh of devices.
+
+    Args:
+        model: any module; its own parameters are read once and not touched.
+        mesh: a `Mesh`, or a `torch.distributed.DeviceMesh` with named dims.
+        args, kwargs: an example call, to plan now; otherwise the first call is it. `kwargs["target"]` is the loss's.
+        loss: `callable(output)` or `callable(output, target)`; None when the model returns its own 0-d loss or an output
+            with `.loss`.
+        optimizer: from an object with `named_parameters()` and `parameters()` (a rank's shards) to a `torch.optim`
+            optimizer.
+        zero: ZeRO stage 0, 1, 2, 3, or "auto": the least that fits `memory`.
+        clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
+        memory: bytes a device may use.
+        pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}.
+        plan: a saved plan (its text) or a `Plan` to follow instead of planning.
+        batch_dims: {argument index or name: dim, or None}; by default dim 0 of the first tensor is the batch, and which
+            other tensors carry it follows from the graph.
+        inputs: "global" (every process passes the whole batch and reads its part) or "local" (each data rank passes
+            its own part).
+        seed: of dropout and every other random op; the numbers are the same on every mesh.
+
+    Returns:
+        A `Compiled`: call it as the model, or `step` it.
+
+    Raises:
+        PlanError: the options contradict each other or the mesh; the message names the facts.
+        CaptureError: the program cannot be captured.
+    """
+    mesh = mesh_here(mesh)
+    check_loss(loss)
+    comm, device = comm_for(mesh, inputs), device_here()
+
+    def build(request: Request):
+        """The whole story: capture, plan, lower."""
+        graph = capture(
+            model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
+            backward=request.form != "forward", batch_dims=batch_dims,
+        )  # fmt: skip
+        options = Options(zero=zero, memory=memory, pin=dict(pin or {}), resting=request.resting)
+        if plan is not None and request.form == "step":
+            chosen = plan if isinstance(plan, Plan) else Plan.from_text(plan, mesh)
+            graph, made = replan(graph, mesh, chosen, options)
+        else:
+            graph, made = make_plan(graph, mesh, options)
+        return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
+
+    compiled = Compiled(model, mesh, comm, device, Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build))
+    given = dict(kwargs or {})
+    target = given.pop("target", None)
+    if (args or given) and not (needs_target(loss) and target is None):
+        compiled.trace(*args, target=target, **given)
+    return compiled
+
+
+def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch.Tensor] | None:
+    """The function of (output, target) that a "step" program ends in."""
+    if request.form != "step":
+        return None
+
+    def finish(output: Any, target: Any) -> torch.Tensor:
+        if loss is not None:
+            value = loss(output, target) if target is not None or needs_target(loss) else loss(output)
+        else:
+            value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise PlanError(f"step needs a 0-d loss; got {got}. Pass loss=callable(output) or callable(output, target)")
+        if not value.requires_grad:
+            raise PlanError("the loss does not depend on any parameter or input that requires a gradient")
+        return value
+
+    return finish
+
+
+def clip_grad_norm_(compiled: Compiled, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before, as torch does."""
+    return _clip(compiled._have_state(), max_norm, norm_type)

@@ -1,0 +1,19 @@
+"""Errors: expected, got, way out. Every one derives from `MeshwrightError`."""
+
+from __future__ import annotations
+
+
+class MeshwrightError(RuntimeError):
+    """The base of every error of this package."""
+
+
+class CaptureError(MeshwrightError):
+    """A program cannot be held in one fixed graph: a branch or a shape depends on data, or a call is not supported."""
+
+
+class PlanError(MeshwrightError):
+    """No plan meets what was asked: a pin, a budget, a mesh or a batch; the message names the facts in conflict."""
+
+
+class LawError(MeshwrightError):
+    """A pass broke a law: a defect of the compiler. The message names law, pass, node, neighbours, source line."""

@@ -1,0 +1,125 @@
+"""The captured program: one flat ATen graph of forward, loss and backward, and what its inputs and outputs are.
+
+The graph is a plain `torch.fx.Graph` with a flat calling convention: every placeholder is one tensor (or the step number),
+the output is one tuple. Each node carries in its meta `val` (a fake tensor), `module` (the fully qualified name of the
+module that made it), `where` (the user's source line) and `backward` (whether it belongs to the backward pass).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one input or output of the graph is.
+
+    Kinds of inputs: "param", "buffer", "input" (name: index among the call's tensors), "tangent" (name: index among
+    the outputs), "step" (the number of the step, a python int). Kinds of outputs: "output" (name: index among the
+    output's tensors), "grad" (name: the parameter), "input_grad", "new_buffer", "new_input" (values after the call of
+    what the program updates in place), "none" (no value).
+    """
+
+    kind: str
+    name: str | int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured program.
+
+    Attributes:
+        fx: the graph.
+        inputs: per placeholder its role.
+        outputs: per element of the output tuple its role; the element itself may be None (no gradient).
+        constants: tensors that the program holds, by the target of their get_attr node.
+        result: a function from the list of output tensors to what the model returns.
+        input_names: per tensor of the call its path ("x", "batch.ids"), for messages and the plan.
+        batch: per tensor of the call the dim that is its batch, or None.
+    """
+
+    fx: fx.Graph
+    inputs: tuple[Role, ...]
+    outputs: tuple[Role, ...]
+    constants: dict[str, torch.Tensor]
+    result: Any = None
+    input_names: tuple[str, ...] = ()
+    batch: tuple[int | None, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.fx.nodes if n.op == "placeholder"]
+
+    @property
+    def output_node(self) -> fx.Node:
+        return next(n for n in reversed(self.fx.nodes) if n.op == "output")
+
+    @property
+    def output_values(self) -> tuple[fx.Node | None, ...]:
+        return tuple(self.output_node.args[0])  # type: ignore[arg-type]
+
+    def copy(self) -> Graph:
+        """The same program in a graph of its own, with the same node names."""
+        twin, seen = fx.Graph(), {}
+        out = twin.graph_copy(self.fx, seen)
+        twin.output(out)
+        return replace(self, fx=twin)
+
+    def calls(self) -> Iterator[fx.Node]:
+        """The nodes that compute; getitem only names one output of its producer and is left out."""
+        return (n for n in self.fx.nodes if n.op == "call_function" and not is_getitem(n))
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node's value is one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a call, in the order rules count them: args, then kwargs, lists walked."""
+    found: list[fx.Node] = []
+
+    def visit(x: Any) -> None:
+        if is_tensor(x):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                visit(y)
+        elif isinstance(x, dict):
+            for y in x.values():
+                visit(y)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found
+
+
+def values_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """Per output of a call the node that stands for it: the node itself, or its getitems (None where unused)."""
+    val = node.meta.get("val")
+    if not isinstance(val, (tuple, list)):
+        return (node,)
+    found: list[fx.Node | None] = [None] * len(val)
+    for user in node.users:
+        if is_getitem(user):
+            found[user.args[1]] = user  # type: ignore[index]
+    return tuple(found)
+
+
+def where(node: fx.Node) -> str:
+    """The user's source line of a node, or its module, or its name: the best there is for a message."""
+    return node.meta.get("where") or node.meta.get("module") or node.name

@@ -1,0 +1,123 @@
+"""The mesh: named axes over ranks, and what a user's axis name means.
+
+Ranks are numbered row-major over the axes in the order given, the last axis fastest:
+
+    rank = ((c_0 * n_1 + c_1) * n_2 + c_2) ...        (`Mesh.coord`, `Mesh.rank_of`)
+
+An axis whose name has a *role* restricts what the planner may do with it; any other name is free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from .hardware import Device, Link, device_named, link_named
+
+ROLES = {
+    "dp": "data",
+    "dp_replicate": "data",
+    "dp_shard": "data",
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "pp": "pipeline",
+}
+"""Axis names that mean something to users of Megatron-LM, torchtitan and FSDP2, and their role."""
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Named axes over ranks: `Mesh(dp=2, tp=4)`.
+
+    Args:
+        device: a preset name (`"h100"`, `"cpu"`, ...); detected from the machine when None.
+        links: `{axis: preset name}` for axes whose link is not the device's own.
+        **axes: axis name -> number of ranks, slowest axis first.
+
+    Raises:
+        ValueError: no axis, a size below 1, or an unknown device or link name.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    device: Device
+    links: tuple[tuple[str, Link], ...] = field(default=())
+
+    def __init__(self, *, device: str | None = None, links: dict[str, str] | None = None, **axes: int):
+        bad = {a: n for a, n in axes.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1}
+        if bad or not axes:
+            given = ", ".join(f"{a}={n!r}" for a, n in axes.items()) or "no axis"
+            raise ValueError(f"a mesh needs axes with sizes of at least 1, such as Mesh(dp=2, tp=4); got {given}")
+        unknown = set(links or {}) - set(axes)
+        if unknown:
+            raise ValueError(f"links name {sorted(unknown)}, but the mesh has the axes {sorted(axes)}")
+        object.__setattr__(self, "axes", tuple(axes.items()))
+        object.__setattr__(self, "device", device_named(device))
+        own = {a: device_named(device).link for a in axes} | {a: link_named(n) for a, n in (links or {}).items()}
+        object.__setattr__(self, "links", tuple(own.items()))
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: Any) -> Mesh:
+        """The mesh of a `torch.distributed.DeviceMesh`, which must name its dims.
+
+        Raises:
+            ValueError: the dims have no names, or the ranks are not in row-major order.
+        """
+        names = device_mesh.mesh_dim_names
+        if not names:
+            raise ValueError("the DeviceMesh has no dim names; pass mesh_dim_names=('dp', 'tp') to init_device_mesh")
+        ranks = device_mesh.mesh.flatten().tolist()
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"the DeviceMesh numbers its ranks {ranks}; meshwright needs row-major order from 0")
+        return cls(**dict(zip(names, device_mesh.mesh.shape, strict=True)))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{a}={n}" for a, n in self.axes)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> number of ranks."""
+        return dict(self.axes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(a for a, _ in self.axes)
+
+    @cached_property
+    def world_size(self) -> int:
+        return math.prod(n for _, n in self.axes)
+
+    @cached_property
+    def link(self) -> dict[str, Link]:
+        """Axis name -> the link its ranks talk over."""
+        return dict(self.links)
+
+    def role(self, axis: str) -> str:
+        """`"data"`, `"tensor"`, `"context"`, `"expert"`, `"pipeline"`, or `"free"`."""
+        return ROLES.get(axis, "free")
+
+    @cached_property
+    def coords(self) -> tuple[dict[str, int], ...]:
+        """Of each rank, axis name -> index on that axis."""
+        return tuple(dict(zip(self.names, c, strict=True)) for c in product(*(range(n) for _, n in self.axes)))
+
+    def coord(self, rank: int) -> dict[str, int]:
+        return self.coords[rank]
+
+    def rank_of(self, coord: dict[str, int]) -> int:
+        rank = 0
+        for axis, n in self.axes:
+            rank = rank * n + coord[axis]
+        return rank
+
+    def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on `axes` only, the last axis of `axes` fastest."""
+        here = dict(self.coord(rank))
+        pieces = product(*(range(self.sizes[a]) for a in axes))
+        return tuple(self.rank_of(here | dict(zip(axes, piece, strict=True))) for piece in pieces)
+
+    def group_size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.sizes[a] for a in axes)

@@ -1,0 +1,129 @@
+"""The plan: every decision, frozen. Only the planner writes one; passes read it.
+
+A plan says for each call of the graph what it does on each mesh axis (see `strategies.Choice`) and how each parameter
+rests between uses. Everything else (the layouts of all tensors, the reshards) follows from it and the rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import PlanError
+from .layout import Factor, Layout
+from .mesh import Mesh
+from .strategies import Choice
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One call on one axis: what was chosen and what each legal choice would have cost, the others unchanged."""
+
+    chosen: Choice
+    seconds: tuple[tuple[Choice, float], ...]
+
+    def ranked(self) -> list[tuple[Choice, float]]:
+        return sorted(self.seconds, key=lambda pair: pair[1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All decisions for one captured program on one mesh.
+
+    Attributes:
+        mesh: the mesh.
+        choices: {call: {axis: choice}}, by node name; an axis not named is None (whole).
+        resting: {parameter: layout} between uses; optimizer state and gradients rest alike.
+        zero: 0 | 1 | 2 | 3, the ZeRO stage that `resting` stands for.
+        decomposed: calls replaced by simpler ops so that a factor could be split.
+        schedule, stages, micro_batches: the pipeline part; one stage, run once.
+        seconds: predicted seconds of compute and of communication in one step.
+        notes: what is less parallel than asked, or costs more than one would think.
+        decisions: {call: {axis: Decision}}, for `explain`.
+    """
+
+    mesh: Mesh
+    choices: Mapping[str, Mapping[str, Choice]]
+    resting: Mapping[str, Layout]
+    zero: int = 0
+    decomposed: tuple[str, ...] = ()
+    schedule: str = "none"
+    stages: int = 1
+    micro_batches: int = 1
+    seconds: tuple[float, float] = (0.0, 0.0)
+    notes: tuple[str, ...] = ()
+    decisions: Mapping[str, Mapping[str, Decision]] = field(default_factory=dict, repr=False, compare=False)
+    modules: Mapping[str, tuple[str, str, str]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        from .explain import summary
+
+        return summary(self)
+
+    def to_text(self) -> str:
+        """The plan as JSON: stable, one line a decision, made for review and for `plan=`."""
+        body: dict[str, Any] = {
+            "mesh": dict(self.mesh.axes),
+            "zero": self.zero,
+            "resting": {name: layout_to_list(layout) for name, layout in sorted(self.resting.items())},
+            "choices": {name: {a: _choice_text(c) for a, c in by.items()} for name, by in self.choices.items()},
+            "decomposed": list(self.decomposed),
+            "notes": list(self.notes),
+        }
+        lines = [f"  {json.dumps(k)}: {_rows(v)}" for k, v in body.items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_text(cls, text: str, mesh: Mesh) -> Plan:
+        """Read `to_text`.
+
+        Raises:
+            PlanError: the text is no plan, or it was made for another mesh.
+        """
+        try:
+            body = json.loads(text)
+            axes = body["mesh"]
+        except (ValueError, KeyError, TypeError) as fault:
+            raise PlanError(f"this is no saved plan ({fault}); save one with open(path, 'w').write(plan.to_text())") from fault
+        if axes != dict(mesh.axes):
+            raise PlanError(f"the plan was made for the mesh {axes}, this is {dict(mesh.axes)}; plan again without plan=")
+        return cls(
+            mesh,
+            {name: {a: _choice_of(c) for a, c in by.items()} for name, by in body["choices"].items()},
+            {name: layout_from_list(rows) for name, rows in body["resting"].items()},
+            zero=body["zero"],
+            decomposed=tuple(body["decomposed"]),
+            notes=tuple(body["notes"]),
+        )
+
+
+def _rows(value: Any) -> str:
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n  }"
+
+
+def _choice_text(choice: Choice) -> str:
+    if choice is None:
+        return ""
+    return f"+{choice}" if isinstance(choice, int) else f"{choice[0]}.{choice[1]}"
+
+
+def _choice_of(text: str) -> Choice:
+    if not text:
+        return None
+    if text.startswith("+"):
+        return int(text[1:])
+    name, _, index = text.rpartition(".")
+    return (name, int(index))
+
+
+def layout_to_list(layout: Layout) -> list:
+    """A layout as plain lists: per dim, per factor, [size, *axes]; parameters rest whole, never partial."""
+    return [[[f.size, *f.axes] for f in dim] for dim in layout.dims]
+
+
+def layout_from_list(rows: list) -> Layout:
+    return Layout(tuple(tuple(Factor(f[0], tuple(f[1:])) for f in dim) for dim in rows))

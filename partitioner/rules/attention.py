@@ -1,0 +1,91 @@
+"""Attention: `b (g r) s d!, b g t! d!, b g t! e! -> b (g r) s e!, b (g r) s`.
+
+Batch, heads (k and v by group g, the queries of a group by r) and the queries' sequence are free. With a causal mask a
+rank must hold one range of the sequence, whose start moves `q_start`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...kernels import attention as _registers_the_ops  # noqa: F401
+from .dims import additive, bound, rebound, unit
+from .lead import own_whole
+from .notation import Dims, Local, Rule
+from .split import Call
+from .table import Table, on
+
+mw = torch.ops.meshwright
+TABLE: Table = {}
+
+_Q: Dims = (("b",), ("g", "r"), ("s",), ("d",))
+_K: Dims = (("b",), ("g",), ("t",), ("d",))
+_V: Dims = (("b",), ("g",), ("t",), ("e",))
+_OUT: Dims = (("b",), ("g", "r"), ("s",), ("e",))
+_SCORES: Dims = (("b",), ("g", "r"), ("s",), ("t",))
+
+
+def _mask(mask: torch.Tensor | None) -> tuple[Dims, ...]:
+    if mask is None:
+        return ()
+    return (tuple(() if unit(n) else d for n, d in zip(mask.shape, _SCORES, strict=True)),)
+
+
+def _heads(a: dict[str, Any]) -> dict[str, int]:
+    groups = a["k"].shape[1]
+    return {"g": groups, "r": a["q"].shape[1] // max(1, groups)}
+
+
+def _local_start(local: Local) -> tuple[Any, tuple, dict]:
+    args = list(local.args)
+    place = [x.name for x in local.target._schema.arguments].index("q_start")
+    start = args[place] if place < len(args) else local.kwargs["q_start"]
+    return rebound(local, q_start=start + local.start("s"))
+
+
+def _flops(a: dict[str, Any]) -> float:
+    b, h, s, d = a["q"].shape
+    t, e = a["v"].shape[2:]
+    whole = 2.0 * b * h * s * t * (d + e)
+    return whole / 2 if a["causal"] else whole
+
+
+@on(TABLE, mw.attention.default)
+def attention(call: Call) -> Rule:
+    a = bound(call)
+    return Rule(
+        (_Q, _K, _V, *_mask(a["mask"])),
+        (_OUT, _OUT[:3]),
+        whole=frozenset("tde"),
+        ordered=frozenset("s") if a["causal"] else frozenset(),
+        localize=_local_start if a["causal"] else None,
+        sizes=_heads(a),
+        flops=_flops(a),
+    )
+
+
+@on(TABLE, mw.attention_backward.default)
+def attention_backward(call: Call) -> Rule:
+    """dk, dv `{s r}`; dmask over the dims that the mask lacks."""
+    a = bound(call)
+    mask = _mask(a["mask"])
+    if a["mask_grad"] and mask:
+        dmask, own = mask[0], frozenset()
+        lacking = {f: "sum" for dim, m in zip(_SCORES, dmask, strict=True) if not m for f in dim}
+    else:
+        dmask, own = own_whole(call.outputs[3].shape, "z")
+        lacking = {}
+    shared = {"s": "sum", "r": "sum"}
+    return Rule(
+        (_OUT, _Q, _K, _V, _OUT, _OUT[:3], *mask),
+        (_Q, _K, _V, dmask),
+        ({}, shared, shared, lacking),
+        whole=frozenset("tde") | own,
+        ordered=frozenset("s") if a["causal"] else frozenset(),
+        linear=additive(call, {0}),
+        localize=_local_start if a["causal"] else None,
+        sizes=_heads(a),
+        flops=2.5 * _flops(a),
+    )

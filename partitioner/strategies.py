@@ -1,0 +1,180 @@
+"""What one call may do on one mesh axis, and what that means for its operands and outputs.
+
+A *choice* of a call on an axis is
+    a leaf (factor, index)   split that factor over the axis
+    an int k                 run on partial sums: alternative k of the rule's `linear`
+    None                     run whole: every rank of the axis does the same
+The *state* of a tensor on an axis is a Spot (that factor is split), "sum" | "max" | "min" (partial), or None (whole).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from .factors import Factored
+from .graph import Graph, is_tensor, tensor_operands
+from .layout import Spot, piece
+from .mesh import Mesh
+from .rules.split import Leaf, LeafDims, Shape
+
+Choice = Leaf | int | None
+State = Spot | str | None
+
+
+def input_state(shape: Shape, operand: int, choice: Choice) -> State:
+    """The state a call needs of an operand."""
+    if isinstance(choice, int):
+        return "sum" if operand in shape.rule.linear[choice] else None
+    return _spot(shape.inputs[operand], choice) if choice else None
+
+
+def output_state(shape: Shape, output: int, choice: Choice) -> State:
+    """The state a call gives an output."""
+    if isinstance(choice, int):
+        return "sum"
+    if choice is None:
+        return None
+    sums = shape.rule.sums[output] if output < len(shape.rule.sums) else {}
+    if choice[0] in sums:
+        return sums[choice[0]]
+    dims = shape.outputs[output]
+    return _spot(dims, choice) if dims is not None else None
+
+
+def _spot(dims: LeafDims, leaf: Leaf) -> Spot | None:
+    for i, dim in enumerate(dims):
+        for j, (name, _) in enumerate(dim):
+            if name == leaf:
+                return (i, j)
+    return None
+
+
+def never_empty(size: int, ranks: tuple[int, ...]) -> bool:
+    """Whether every rank gets a part of a factor cut over axes of these sizes, outermost first."""
+    return piece(size, tuple((n, n - 1) for n in ranks))[1] > 0
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Atoms with a part to play: the batch, the sequence, stacked experts, dims of weights."""
+
+    batch: frozenset[int]
+    sequence: frozenset[int]
+    experts: frozenset[int]
+
+
+def marked_atoms(graph: Graph, factored: Factored) -> Marked:
+    """Find the atoms roles speak of, from the program's inputs and parameters.
+
+    batch: of each input its batch dim. sequence: the dim after it (the height of an image), unless that is the only
+    other dim of a float tensor (features). experts: dim 0 of parameters with three or more dims that a batched
+    or grouped matmul or an index reads.
+    """
+    batch, sequence, experts = set(), set(), set()
+    for node, role in zip(graph.placeholders, graph.inputs, strict=True):
+        if not is_tensor(node):
+            continue
+        dims, val = factored.dims[node], node.meta["val"]
+        if role.kind == "input" and (at := graph.batch[int(role.name)]) is not None:
+            batch |= set(dims[at])
+            after = _sequence_dim(val, at)
+            sequence |= set(dims[after]) if after is not None else set()
+        if role.kind == "param" and val.dim() >= 3 and _is_stacked(node):
+            experts |= set(dims[0])
+    return Marked(frozenset(batch), frozenset(sequence - batch), frozenset(experts - batch))
+
+
+def _sequence_dim(val: torch.Tensor, batch: int) -> int | None:
+    rest = [d for d in range(val.dim()) if d != batch]
+    if val.dim() >= 4:
+        return rest[1]
+    if val.dim() == 3 or (val.dim() == 2 and not val.is_floating_point()):
+        return rest[0]
+    return None
+
+
+def _is_stacked(param: fx.Node) -> bool:
+    seen, todo = set(), [param]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            name = str(user.target)
+            if any(word in name for word in ("bmm", "index", "grouped_mm")):
+                return True
+            if user not in seen and any(w in name for w in ("transpose", "permute", "view", "unsqueeze", ".t.", "expand")):
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+HEAVY = 1.0
+"""A call of at least this many flops is a contraction: `tp` must split its weight if it can."""
+
+
+class Choices:
+    """The legal choices of every call on one axis, given what earlier axes have split."""
+
+    def __init__(self, graph: Graph, factored: Factored, mesh: Mesh, axis: str, marked: Marked):
+        self.factored, self.mesh, self.axis, self.marked = factored, mesh, axis, marked
+        self.role, self.ranks = mesh.role(axis), mesh.sizes[axis]
+        self.weights = _weights(graph)
+
+    def of(self, node: fx.Node, taken: dict[Leaf, tuple[str, ...]]) -> list[Choice]:
+        """The choices of a call; `taken` are the leaves that earlier axes have split."""
+        shape, atoms = self.factored.shapes[node], self.factored.atoms[node]
+        legal = [leaf for leaf in atoms if self._legal(shape, leaf, taken)]
+        # partial first: of equal plans, the one that reduces late reduces less
+        partial: list[Choice] = [*range(len(shape.rule.linear))]
+        wanted = {"data": self.marked.batch, "context": self.marked.sequence, "expert": self.marked.experts}
+        if self.role in wanted:
+            mine: list[Choice] = [leaf for leaf in legal if atoms[leaf] in wanted[self.role]]
+            return mine or [*partial, None]
+        if self.role == "tensor":
+            legal = [leaf for leaf in legal if atoms[leaf] not in self.marked.batch]
+            forced: list[Choice] = [leaf for leaf in legal if self._splits_weight(node, shape, leaf)]
+            if forced:
+                return forced
+        return [*partial, None, *legal]
+
+    def _legal(self, shape: Shape, leaf: Leaf, taken: dict[Leaf, tuple[str, ...]]) -> bool:
+        name, index = leaf
+        rule = shape.rule
+        if name in rule.whole or (name in rule.ordered and index > 0):
+            return False
+        if not any(_spot(d, leaf) for d in (*shape.inputs, *(o for o in shape.outputs if o))):
+            return False
+        ranks = (*(self.mesh.sizes[a] for a in taken.get(leaf, ())), self.ranks)
+        return never_empty(shape.leaves[name][index], ranks)
+
+    def _splits_weight(self, node: fx.Node, shape: Shape, leaf: Leaf) -> bool:
+        if shape.rule.flops < HEAVY:
+            return False
+        return any(_spot(shape.inputs[i], leaf) for i in self.weights.get(node, ()))
+
+
+def _weights(graph: Graph) -> dict[fx.Node, tuple[int, ...]]:
+    """Per call the operands that are a parameter of two or more dims, seen through views."""
+    views = {n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param" and n.meta["val"].dim() > 1}
+    out: dict[fx.Node, tuple[int, ...]] = {}
+    for node in graph.calls():
+        operands = tensor_operands(node)
+        mine = tuple(i for i, o in enumerate(operands) if o in views)
+        if mine and len(operands) == 1 and is_tensor(node) and is_view(node):
+            views.add(node)
+        elif mine:
+            out[node] = mine
+    return out
+
+
+VIEW_OPS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "_to_copy")
+)
+"""Ops of one tensor that only look at it differently (a cast counts: it is joined to the weight it casts)."""
+
+
+def is_view(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in VIEW_OPS

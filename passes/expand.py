@@ -1,0 +1,38 @@
+"""Write each reshard as its primitives, the shortest path between the two layouts.
+
+Before:  `y = reshard(x, [8:dp, 4] +tp -> [8:dp, 4:tp])`
+After:   `y = primitive(x, reduce_scatter(tp))`
+
+Law `primitives-chain`: each primitive starts from the layout its operand has.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from ..partitioner.collective import path
+from ..partitioner.program import primitive, reshard
+from .draft import Draft
+
+
+def expand_reshards(draft: Draft) -> Draft:
+    for node in list(draft.graph.fx.nodes):
+        if node.target is reshard:
+            _expand(draft, node)
+    draft.established += ("primitives-chain",)
+    return draft
+
+
+def _expand(draft: Draft, node: fx.Node) -> None:
+    value, before, after = node.args
+    assert isinstance(value, fx.Node)
+    here = value
+    for step in path(before, after, draft.mesh, node.meta["val"].element_size()):  # type: ignore[arg-type]
+        with draft.graph.fx.inserting_before(node):
+            new = draft.graph.fx.call_function(primitive, (here, step))
+        new.meta = dict(node.meta)
+        draft.layouts[new] = step.after
+        here = new
+    node.replace_all_uses_with(here)
+    draft.layouts.pop(node)
+    draft.graph.fx.erase_node(node)

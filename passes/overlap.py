@@ -1,0 +1,119 @@
+"""Start collectives early, wait for them late, and let small ones travel together.
+
+Before:  `y = primitive(x, all_reduce(dp))`
+After:   `h = start((all_reduce(dp),), x); ...; y = wait(h, 1)[0]`
+
+A collective starts right after what it sends is made and is waited for right before it is read: a gradient's reduction
+runs under the rest of backward. Gathers of parameters start one gather ahead of their use, so that at most two
+gathered parameters are in flight. Reductions of small gradients are collected into buckets.
+
+A message pays its latency unless it is some times latency x bandwidth, so a bucket closes at
+`BUCKET_STARTS` x latency x bandwidth bytes of its link, and tensors larger than that travel alone, uncopied.
+
+Law `one-wait`: every started collective is waited for exactly once, after its start.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch.fx as fx
+
+from ..partitioner.collective import Step
+from ..partitioner.cost import nbytes
+from ..partitioner.program import primitive
+from ..partitioner.transfer import start, wait
+from .draft import Draft
+
+BUCKET_STARTS = 8.0
+"""A bucket's size in starts of its link; at 8 the latency is a ninth of the message's time."""
+
+LOCAL = ("slice", "zero")
+"""Primitives that talk to nobody."""
+
+
+def start_early(draft: Draft) -> Draft:
+    grads = _gradient_reductions(draft)
+    for bucket in _buckets(draft, grads):
+        _split_phase(draft, bucket)
+    rest = [n for n in draft.graph.fx.nodes if n.target is primitive and _step(n).kind not in LOCAL]
+    for node in rest:
+        _split_phase(draft, [node])
+    _prefetch(draft)
+    draft.established += ("one-wait",)
+    return draft
+
+
+def _step(node: fx.Node) -> Step:
+    return node.args[1]  # type: ignore[return-value]
+
+
+def _gradient_reductions(draft: Draft) -> list[fx.Node]:
+    """Reductions whose result only leaves the program, as a gradient."""
+    out = draft.graph.output_node
+    kinds = ("all_reduce", "reduce_scatter")
+    return [
+        n
+        for n in draft.graph.fx.nodes
+        if n.target is primitive and _step(n).kind in kinds and n.meta.get("backward") and set(n.users) == {out}
+    ]
+
+
+def _buckets(draft: Draft, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """Neighbouring reductions of one kind, group and dtype, closed at the size that hides the latency."""
+    open_: dict[tuple, list[fx.Node]] = {}
+    done: list[list[fx.Node]] = []
+    for node in nodes:
+        step, val = _step(node), node.meta["val"]
+        link = draft.mesh.link[step.axes[0]]
+        limit = BUCKET_STARTS * link.latency * link.bandwidth
+        if nbytes(val) >= limit:
+            done.append([node])
+            continue
+        key = (step.kind, step.axes, step.op, val.dtype)
+        bucket = open_.setdefault(key, [])
+        bucket.append(node)
+        if sum(nbytes(n.meta["val"]) for n in bucket) >= limit:
+            done.append(open_.pop(key))
+    return done + list(open_.values())
+
+
+def _split_phase(draft: Draft, bucket: list[fx.Node]) -> None:
+    """Replace primitives by one start (after the last of their operands) and one wait (before the first reader)."""
+    graph = draft.graph.fx
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    operands = [n.args[0] for n in bucket]
+    last = max(operands, key=lambda n: order[n])
+    anchor = _after_placeholders(last)
+    steps = tuple(_step(n) for n in bucket)
+    with graph.inserting_after(anchor):
+        began = graph.call_function(start, (steps, *operands), {"where": bucket[0].meta.get("where", "")})
+    began.meta = dict(bucket[0].meta) | {"val": None}
+    reader = min((u for n in bucket for u in n.users), key=lambda n: order[n])
+    with graph.inserting_before(reader):
+        ended = graph.call_function(wait, (began, len(bucket)))
+        ended.meta = dict(bucket[0].meta) | {"val": [n.meta["val"] for n in bucket]}
+        for i, node in enumerate(bucket):
+            value = graph.call_function(operator.getitem, (ended, i))
+            value.meta = dict(node.meta)
+            draft.layouts[value] = draft.layouts.pop(node)
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+
+
+def _after_placeholders(node: fx.Node) -> fx.Node:
+    if node.op != "placeholder":
+        return node
+    return next(n for n in reversed(node.graph.nodes) if n.op == "placeholder")
+
+
+def _prefetch(draft: Draft) -> None:
+    """Starts of parameter gathers move from the program's begin to one gather ahead of their use."""
+    graph = draft.graph.fx
+    params = {n for n, r in zip(draft.graph.placeholders, draft.graph.inputs, strict=True) if r.kind == "param"}
+    gathers = [n for n in graph.nodes if n.target is start and n.args[1] in params]
+    waits = {n.args[0]: n for n in graph.nodes if n.target is wait}
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    gathers.sort(key=lambda n: order[waits[n]])
+    for previous, later in zip(gathers, gathers[1:], strict=False):
+        waits[previous].prepend(later)

@@ -1,0 +1,294 @@
+"""The compiled model: what `compile` returns."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.utils._pytree as pytree
+
+from ..partitioner.errors import MeshwrightError, PlanError
+from ..partitioner.explain import explain
+from ..partitioner.mesh import Mesh
+from ..partitioner.plan import Plan
+from ..partitioner.program import Program
+from .autograd import Suspended, Through
+from .comm import Comm
+from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
+from .runner import Runner
+from .signature import signature, text
+from .state import State
+
+log = logging.getLogger("meshwright")
+
+PROGRAMS = 32
+"""Captured programs kept: one a combination of shapes, modes and plain arguments; the oldest goes first."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured: a call, its form, and how parameters already rest."""
+
+    form: str
+    args: tuple
+    kwargs: dict[str, Any]
+    target: Any = None
+    resting: Any = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `compile` that the runtime acts on."""
+
+    loss: Callable[..., torch.Tensor] | None = None
+    optimizer: Callable[[RankView], torch.optim.Optimizer] | None = None
+    clip_grad_norm: float | tuple[float, float] | None = None
+    local_inputs: bool = False
+    seed: int = 0
+    build: Callable[[Request], Program] = field(default=None)  # type: ignore[assignment]
+
+
+class Compiled:
+    """A model compiled for a mesh. See `meshwright.compile`.
+
+    Attributes:
+        model: the model as given; its own parameters are not touched.
+        optimizer: the optimizers of the ranks that live in this process, stepped together; None without one.
+        grad_norm: the global gradient norm before clipping, of the last step that clipped.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, comm: Comm, device: torch.device, settings: Settings):
+        self.model, self.mesh, self.comm, self.device, self.settings = model, mesh, comm, device, settings
+        self.optimizer = Optimizers(settings.optimizer) if settings.optimizer else None
+        self.grad_norm: torch.Tensor | None = None
+        self.steps = 0
+        self._state: State | None = None
+        self._runners: dict[Any, Runner] = {}
+        self._last: Program | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    # -- running
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, whole, on every rank; call `.backward()` on what follows from it.
+
+        Raises:
+            CaptureError, PlanError: the call cannot be captured or planned; the message says what would work.
+        """
+        trained = any(p.requires_grad for p in self.model.parameters())
+        inputs = _tensors((args, kwargs, None))
+        wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))
+        runner = self._runner(Request("autograd" if wanted else "forward", args, kwargs))
+        if runner.program.form == "forward":
+            return runner.program.graph.result(runner.run(inputs, self._next_step(), self.settings.local_inputs))
+        suspended = Suspended(runner, inputs, self._next_step(), self.settings.local_inputs)
+        outputs = Through.apply(suspended, self._anchor, *inputs)
+        return runner.program.graph.result(list(outputs))
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward, loss, backward, clip, optimizer on the global batch. Returns the global loss, 0-d.
+
+        With an optimizer, gradients are of this step alone. Without one they are added to `.grad` of `parameters()`.
+        """
+        runner = self._runner(Request("step", args, kwargs, target))
+        if self.optimizer:
+            self._zero_grad()
+        (loss,) = runner.run(_tensors((args, kwargs, target)), self._next_step(), self.settings.local_inputs)
+        if self.settings.clip_grad_norm is not None:
+            clip = self.settings.clip_grad_norm
+            self.grad_norm = clip_grad_norm(self._have_state(), *(clip if isinstance(clip, tuple) else (clip,)))
+        if self.optimizer:
+            self.optimizer.step()
+        return loss
+
+    def _next_step(self) -> int:
+        self.steps += 1
+        return self.steps - 1
+
+    def _zero_grad(self) -> None:
+        for shards in self._have_state().params.values():
+            for p in shards:
+                p.grad = None
+
+    def trace(self, *args: Any, target: Any = None, **kwargs: Any) -> Program:
+        """Capture, plan and lower a `step` call without running it."""
+        return self._runner(Request("step", args, kwargs, target)).program
+
+    def _runner(self, request: Request) -> Runner:
+        call = (request.args, request.kwargs, request.target)
+        key = signature(self.model, request.form, call)
+        runner = self._runners.get(key)
+        if runner is None:
+            runner = self._capture(request, text(call))
+            self._runners[key] = runner
+        if self._state is not None:
+            self._state.require_values()
+        self._last = runner.program
+        return runner
+
+    def _capture(self, request: Request, shapes: str) -> Runner:
+        if self._runners:
+            log.warning(
+                "capturing again (%d programs so far, %d kept): %s with %s", len(self._runners), PROGRAMS, request.form, shapes
+            )
+        if len(self._runners) >= PROGRAMS:
+            self._runners.pop(next(iter(self._runners)))
+        resting = self._state.layouts if self._state else None
+        program = self.settings.build(Request(request.form, request.args, request.kwargs, request.target, resting))
+        if self._state is None:
+            self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device)
+            if self.optimizer:
+                self.optimizer.attach(self._state)
+        return Runner(program, self._state, self.comm, self.device)
+
+    def _have_state(self) -> State:
+        if self._state is None:
+            raise MeshwrightError("nothing is placed yet: call the compiled model or step() once, or pass args= to compile")
+        return self._state
+
+    # -- state
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The shards of the ranks of this process, under the model's names (a name comes once a rank)."""
+        state = self._have_state()
+        for i in range(len(self.comm.ranks)):
+            yield from RankView(state, i).named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, p in self.named_parameters():
+            yield p
+
+    def gather(self, what: str) -> dict[str, Any]:
+        """Whole tensors by fully qualified name: "params", "grads" (None where there is none) or "buffers".
+
+        Raises:
+            ValueError: another word.
+        """
+        state = self._initial_state() if self._state is None else self._state
+        if what == "params":
+            return {n: state.whole_param(n) for n in state.params}
+        if what == "grads":
+            return {n: state.whole_grad(n) for n in state.params}
+        if what == "buffers":
+            return {n: state.whole_buffer(n) for n in state.buffers}
+        raise ValueError(f"gather({what!r}): say 'params', 'grads' or 'buffers'")
+
+    def _initial_state(self) -> State:
+        from ..partitioner.layout import whole
+
+        return State(self.model, {n: whole(p.shape) for n, p in self.model.named_parameters()}, self.mesh, self.comm, self.device)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole tensors under the keys of the model's own `state_dict`."""
+        state = self._have_state()
+        found = {n: state.whole_param(n) for n in state.params} | {n: state.whole_buffer(n) for n in state.buffers}
+        return {key: found[state.aliases.get(key, key)] for key in self.model.state_dict() if _known(key, found, state)}
+
+    def load_state_dict(self, values: dict[str, torch.Tensor], strict: bool = True) -> None:
+        """Take whole tensors, each rank its part.
+
+        Raises:
+            MeshwrightError: missing or unknown keys (with `strict`), or a shape that differs; nothing is changed then.
+        """
+        state = self._have_state()
+        own = {**{n: p for n, p in self.model.named_parameters()}, **dict(self.model.named_buffers())}
+        kept = {k for k in self.model.state_dict() if state.aliases.get(k, k) in own}
+        problems = [f"missing {k}" for k in sorted(kept - values.keys())] if strict else []
+        problems += [f"unknown {k}" for k in sorted(values.keys() - kept)] if strict else []
+        for key in sorted(kept & values.keys()):
+            want = own[state.aliases.get(key, key)].shape
+            if values[key].shape != want:
+                problems.append(f"{key} is {tuple(values[key].shape)}, should be {tuple(want)}")
+        if problems:
+            raise MeshwrightError(f"the state dict does not fit: {'; '.join(problems[:8])}")
+        for key in kept & values.keys():
+            name = state.aliases.get(key, key)
+            state.set_param(name, values[key]) if name in state.params else state.set_buffer(name, values[key])
+
+    def scheduler(self, make: Callable[[torch.optim.Optimizer], Any]) -> Schedulers:
+        """A learning-rate scheduler for each rank's optimizer, from a function of one optimizer.
+
+        Raises:
+            MeshwrightError: compile was given no optimizer.
+        """
+        if self.optimizer is None:
+            raise MeshwrightError("a scheduler needs an optimizer: pass optimizer=lambda m: ... to compile")
+        return Schedulers(make, self.optimizer)
+
+    def train(self, mode: bool = True) -> Compiled:
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Compiled:
+        return self.train(False)
+
+    # -- the plan
+    @property
+    def program(self) -> Program:
+        """The program that ran last.
+
+        Raises:
+            MeshwrightError: none has been made yet.
+        """
+        if self._last is None:
+            raise MeshwrightError("no plan yet: it is made at the first call, or by compile(args=..., kwargs={'target': ...})")
+        return self._last
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    def explain(self, name: str) -> str:
+        """Why a call, a module or a parameter is as it is."""
+        return explain(self.plan, name)
+
+    def dump(self, folder: str | Path) -> None:
+        """Write the plan (text, JSON), the program after each pass, its DOT graph and each rank's generated code."""
+        from .dump import write
+
+        write(self._runners, self.program, Path(folder))
+
+    def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
+        """Run a step on one device and on the mesh in this process, compare every tensor of every op.
+
+        Raises:
+            VerifyError: they differ; names the first op that does, and its source line.
+        """
+        from .verify import verify
+
+        return verify(self, args, kwargs, target)
+
+
+def _tensors(call: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor)]
+
+
+def _known(key: str, found: dict[str, Any], state: State) -> bool:
+    return state.aliases.get(key, key) in found
+
+
+def needs_target(loss: Callable | None) -> bool:
+    """Whether a loss takes (output, target)."""
+    if loss is None:
+        return False
+    fn = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        wanted = [p for p in inspect.signature(fn).parameters.values() if p.default is p.empty]
+    except (TypeError, ValueError):
+        return True
+    positional = [p for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= 2
+
+
+def check_loss(loss: Any) -> None:
+    """Raises:
+    PlanError: the loss is no callable, or holds parameters of its own.
+    """
+    if loss is not None and not callable(loss):
+        raise PlanError(f"loss= must be a callable of (output) or (output, target); got {type(loss).__name__}")
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise PlanError("the loss has parameters of its own: make it part of the model, so that they are trained")

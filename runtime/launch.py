@@ -1,0 +1,65 @@
+"""Where we run: all ranks in this process, or one rank of many under torchrun."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..partitioner.errors import PlanError
+from ..partitioner.mesh import Mesh
+from .comm import Comm
+from .distributed import DistributedComm
+from .inprocess import InProcessComm
+
+
+def mesh_here(mesh: Any) -> Mesh:
+    """A `Mesh` from what the user gave.
+
+    Raises:
+        PlanError: it is neither a `Mesh` nor a DeviceMesh.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if hasattr(mesh, "mesh_dim_names"):
+        return Mesh.from_device_mesh(mesh)
+    raise PlanError(f"mesh must be a meshwright.Mesh or a torch DeviceMesh, not {type(mesh).__name__}: Mesh(dp=2, tp=2)")
+
+
+def launched() -> int:
+    """Processes of this launch: 1 when run as a plain script."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def comm_for(mesh: Mesh, inputs: str) -> Comm:
+    """The comm of this process.
+
+    Raises:
+        PlanError: the mesh does not match the number of processes, or `inputs` is neither "global" nor "local".
+    """
+    if inputs not in ("global", "local"):
+        raise PlanError(f"inputs={inputs!r}: say 'global' or 'local'")
+    world = launched()
+    if world == 1:
+        if inputs == "local" and mesh.world_size > 1:
+            raise PlanError("inputs='local' needs one process a rank (torchrun); in one process pass the global batch")
+        return InProcessComm(mesh)
+    if world != mesh.world_size:
+        raise PlanError(
+            f"mesh {mesh} has {mesh.world_size} ranks, but {world} processes run; launch "
+            f"torchrun --nproc-per-node {mesh.world_size}, or change the mesh"
+        )
+    return DistributedComm(mesh, device_here())
+
+
+def device_here() -> torch.device:
+    """The GPU of this process under torchrun where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

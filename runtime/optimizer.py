@@ -1,0 +1,164 @@
+"""Optimizers on shards, and the true global norm of gradients.
+
+An element-wise `torch.optim` optimizer does on a shard exactly what it does on that part of the whole tensor, so each rank
+makes its own from its shards. The norm of all gradients counts each element once, however often it is replicated:
+
+    ||g||_p = (sum over parameters and their distinct pieces of sum |g|^p)^(1/p)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..partitioner.errors import MeshwrightError
+from ..partitioner.transfer import Transfer
+from .comm import Start, Wait
+from .state import State
+
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+)  # fmt: skip
+"""Classes of torch.optim whose update of an element depends on that element's gradient and state alone."""
+
+
+class RankView:
+    """What an optimizer factory is given: this rank's shards under the model's own names."""
+
+    def __init__(self, state: State, index: int):
+        self._state, self._index = state, index
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, shards in self._state.params.items():
+            yield name, shards[self._index]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, p in self.named_parameters():
+            yield p
+
+
+class Optimizers:
+    """One optimizer a held rank, stepped together. Made when the shards are: at the first call."""
+
+    def __init__(self, make: Callable[[RankView], torch.optim.Optimizer]):
+        self.make = make
+        self.each: list[torch.optim.Optimizer] = []
+        self.waiting: list[Schedulers] = []
+
+    def attach(self, state: State) -> None:
+        """Make the optimizers, now that there are shards.
+
+        Raises:
+            MeshwrightError: the factory returned none, or one that cannot work on shards.
+        """
+        self.each = [self.make(RankView(state, i)) for i in range(len(state.comm.ranks))]
+        for optimizer in self.each:
+            _check(optimizer, state)
+        for scheduler in self.waiting:
+            scheduler.attach(self.each)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the first held rank."""
+        return self.each[0].param_groups if self.each else []
+
+    def step(self) -> None:
+        for optimizer in self.each:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.each:
+            optimizer.zero_grad(set_to_none=True)
+
+
+class Schedulers:
+    """One learning-rate scheduler a held rank, stepped together."""
+
+    def __init__(self, make: Callable[[torch.optim.Optimizer], Any], optimizers: Optimizers):
+        self.make = make
+        self.each: list[Any] = []
+        optimizers.waiting.append(self)
+        if optimizers.each:
+            self.attach(optimizers.each)
+
+    def attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.each = [self.make(optimizer) for optimizer in optimizers]
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for scheduler in self.each:
+            scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        return self.each[0].get_last_lr()
+
+
+def _check(optimizer: Any, state: State) -> None:
+    """Refuse what is no optimizer, or one that must see whole tensors while some parameter is split."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MeshwrightError(
+            f"optimizer= must return a torch.optim optimizer; it returned {type(optimizer).__name__}. Write "
+            f"optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4)"
+        )
+    kind = type(optimizer)
+    if any(c.__name__ in ELEMENTWISE and c.__module__.startswith("torch.optim") for c in kind.__mro__):
+        return
+    split = [name for name, layout in state.layouts.items() if layout.split_axes]
+    if split:
+        raise MeshwrightError(
+            f"{kind.__name__} is not element-wise: it needs whole tensors, but {len(split)} parameters are split, such as "
+            f"{split[0]}. Use one of {', '.join(ELEMENTWISE)}, or a mesh and zero=0 that keep parameters whole"
+        )
+
+
+def global_norm(state: State, norm_type: float = 2.0) -> torch.Tensor:
+    """The p-norm of all gradients of the model, a 0-d tensor equal on every rank.
+
+    Args:
+        norm_type: p; `math.inf` for the largest element.
+    """
+    p = float(norm_type)
+    programs = [_norm_program(state, i, rank, p) for i, rank in enumerate(state.comm.ranks)]
+    with torch.no_grad():
+        return state.comm.run(programs)[0]
+
+
+def _norm_program(state: State, index: int, rank: int, p: float) -> Iterator[Any]:
+    mesh = state.mesh
+    total = torch.zeros((), dtype=torch.float64, device=state.device)
+    for name, shards in state.params.items():
+        grad = shards[index].grad
+        if grad is None:
+            continue
+        norm = torch.linalg.vector_norm(grad, p, dtype=_wide(grad.dtype)).double()
+        if math.isinf(p):
+            total = torch.maximum(total, norm)
+            continue
+        copies = mesh.world_size // mesh.group_size(tuple(state.layouts[name].split_axes))
+        total = total + norm**p / copies
+    axes = tuple(a for a in mesh.names if mesh.sizes[a] > 1)
+    if axes:
+        op = "max" if math.isinf(p) else "sum"
+        transfer = Transfer("all_reduce", axes, (), (), op=op)
+        (total,) = yield Wait((yield Start((transfer,), (total,), where="gradient norm")))
+    return (total if math.isinf(p) else total ** (1.0 / p)).float()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def clip_grad_norm(state: State, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)), as torch does; returns the norm before."""
+    norm = global_norm(state, norm_type)
+    scale = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    for shards in state.params.values():
+        for p in shards:
+            if p.grad is not None:
+                p.grad.mul_(scale.to(p.grad.device))
+    return norm

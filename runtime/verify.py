@@ -1,0 +1,193 @@
+"""The microscope: one step on one device and on the whole mesh in this process, every tensor of every op compared.
+
+The captured graph is run on whole tensors; the rank graphs are run node by node, and each node's local tensors are put
+together by their layout. The first op whose tensor differs is named with its source line, so that a wrong rule or a
+wrong reduction is seen where it happens and not where the loss is printed. Eager PyTorch is compared too, where the
+program draws no random numbers: it tells a wrong capture from a wrong split.
+
+Two tensors agree when |a - b| <= atol + rtol * max |b|, which allows for sums in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._pytree import tree_map
+
+from ..partitioner.errors import MeshwrightError
+from ..partitioner.layout import assemble, take_local
+from ..partitioner.program import Program
+from ..partitioner.transfer import start, wait
+from .comm import Start, Wait
+from .inprocess import InProcessComm
+
+TOLERANCE = {torch.float64: (1e-10, 1e-12), torch.float32: (2e-4, 1e-6), torch.float16: (2e-2, 1e-3), torch.bfloat16: (6e-2, 1e-2)}
+"""dtype -> (rtol of the largest element, atol)."""
+
+
+class VerifyError(MeshwrightError):
+    """The mesh computes something else than one device."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` compared: tensors equal, and the largest relative difference and its op."""
+
+    compared: int
+    largest: float
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.compared} tensors equal; largest relative difference {self.largest:.1e} ({self.where})"
+
+
+def whole_values(graph: fx.Graph, inputs: list[Any], constants: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Every node's value on one device, by name."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "get_attr":
+            env[node] = constants[str(node.target)]
+        elif node.op == "call_function":
+            args, kwargs = tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, (node.args, dict(node.kwargs)))
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return {n.name: v for n, v in env.items()}
+
+
+def rank_values(graph: fx.Graph, inputs: list[Any], constants: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """A rank's program, run node by node; returns every node's local value, by name."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        args, kwargs = tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, (node.args, dict(node.kwargs)))
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "get_attr":
+            env[node] = constants[str(node.target)]
+        elif node.target is start:
+            env[node] = yield Start(args[0], args[1:], kwargs.get("where", ""))
+        elif node.target is wait:
+            env[node] = yield Wait(args[0])
+        elif node.op == "call_function":
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return {n.name: v for n, v in env.items()}
+
+
+def verify(compiled: Any, args: tuple, kwargs: dict[str, Any], target: Any) -> Report:
+    """See `Compiled.verify`. Nothing of the compiled model changes.
+
+    Raises:
+        VerifyError: the mesh and one device differ.
+    """
+    program: Program = compiled.trace(*args, target=target, **kwargs)
+    values = compiled.gather("params") | compiled.gather("buffers")
+    tensors = [t.detach() for t in torch.utils._pytree.tree_leaves((args, kwargs, target)) if isinstance(t, torch.Tensor)]
+    inputs = [_input(role, values, tensors, compiled.steps) for role in program.captured.inputs]
+    with torch.no_grad():
+        want = whole_values(program.captured.fx, inputs, program.constants)
+        got = _mesh_values(program, inputs)
+        report = compare(program, want, got)
+    _against_eager(compiled, program, want, args, kwargs, target)
+    return report
+
+
+def _input(role: Any, values: dict[str, torch.Tensor], tensors: list[torch.Tensor], step: int) -> Any:
+    if role.kind in ("param", "buffer"):
+        return values[str(role.name)].detach().clone()
+    return tensors[int(role.name)] if role.kind == "input" else step
+
+
+def _mesh_values(program: Program, inputs: list[Any]) -> list[dict[str, Any]]:
+    mesh = program.mesh
+    programs = []
+    for rank in range(mesh.world_size):
+        local = [
+            take_local(x, layout, mesh, rank) if isinstance(x, torch.Tensor) and layout is not None else x
+            for x, layout in zip(inputs, program.input_layouts, strict=True)
+        ]
+        programs.append(rank_values(program.rank_graph(rank), local, program.constants))
+    return InProcessComm(mesh).run(programs)  # type: ignore[arg-type]
+
+
+def compare(program: Program, want: dict[str, Any], got: list[dict[str, Any]]) -> Report:
+    """Every captured tensor against the mesh's, in program order.
+
+    Raises:
+        VerifyError: naming the first op that differs.
+    """
+    count, largest, at = 0, 0.0, "none"
+    for node in program.captured.fx.nodes:
+        whole, layout = want.get(node.name), program.layouts.get(node.name)
+        if layout is None or not isinstance(whole, torch.Tensor) or node.name not in got[0]:
+            continue
+        if any(not isinstance(n, int) for n in node.meta["val"].shape):
+            mesh_value = got[0][node.name]
+        else:
+            mesh_value = assemble([values[node.name] for values in got], layout, program.mesh)
+        far = difference(whole, mesh_value)
+        if far > 1.0:
+            raise VerifyError(_text(node, layout, whole, mesh_value))
+        count += 1
+        if far > largest:
+            largest, at = far, f"{node.name}, {node.meta.get('where') or node.meta.get('module') or node.target}"
+    return Report(count, largest * TOLERANCE[torch.float32][0], at)
+
+
+def difference(want: torch.Tensor, got: torch.Tensor) -> float:
+    """How far two tensors are apart, in units of what is allowed; above 1 they differ."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return float("inf")
+    if want.numel() == 0:
+        return 0.0
+    if not (want.is_floating_point() or want.is_complex()):
+        return 0.0 if torch.equal(want, got) else float("inf")
+    if not torch.equal(torch.isfinite(want), torch.isfinite(got)):
+        return float("inf")
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    a, b = want.to(wide), got.to(wide)
+    finite = torch.isfinite(a)
+    a, b = a[finite], b[finite]
+    rtol, atol = TOLERANCE.get(want.dtype, TOLERANCE[torch.float32])
+    return 0.0 if a.numel() == 0 else float((a - b).abs().max() / (atol + rtol * a.abs().max()))
+
+
+def _text(node: fx.Node, layout: Any, want: torch.Tensor, got: torch.Tensor) -> str:
+    line = node.meta.get("where") or "no source line"
+    if want.shape != got.shape:
+        why = f"shape {tuple(got.shape)}, on one device {tuple(want.shape)}"
+    else:
+        far = (want.double() - got.double()).abs() if not want.is_complex() else (want - got).abs()
+        index = int(far.argmax())
+        at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), want.shape)) if want.dim() else ()
+        why = f"largest difference {float(far.max()):.3g} at {at}: {got.flatten()[index]} on the mesh, {want.flatten()[index]} on one device"
+    return (
+        f"the first op that differs is {node.name} = {node.target} in module {node.meta.get('module') or '(root)'} at {line}; "
+        f"it lies as {layout}; {why}"
+    )
+
+
+def _against_eager(compiled: Any, program: Program, want: dict[str, Any], args: tuple, kwargs: dict, target: Any) -> None:
+    """The loss of the captured graph against eager PyTorch, where no random numbers are drawn."""
+    if any(r.kind == "step" for r in program.captured.inputs):
+        return
+    model = compiled.model
+    swap = {**compiled.gather("params"), **compiled.gather("buffers")}
+    loss = compiled.settings.loss
+    with torch.no_grad():
+        out = torch.func.functional_call(model, {k: v.clone() for k, v in swap.items()}, args, kwargs, tie_weights=True)
+        if loss is not None:
+            out = loss(out) if target is None else loss(out, target)
+    eager = out if isinstance(out, torch.Tensor) else out.loss
+    value = next(v for v, r in zip(program.captured.output_values, program.captured.outputs, strict=True) if r.kind == "output")
+    assert value is not None
+    if difference(eager, want[value.name]) > 1.0:
+        raise VerifyError(f"the captured loss is {float(want[value.name])}, eager PyTorch's is {float(eager)}: the capture differs")
+
+
+__all__ = ["Report", "VerifyError", "compare", "difference", "verify"]

@@ -1,0 +1,422 @@
+"""The canonical ops against torch's eager functions: values, every gradient, dtypes, odd sizes, edge cases."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from meshwright.kernels import attention, cross_entropy, embedding, philox, random, rms_norm
+from torch.fx.experimental.proxy_tensor import make_fx
+
+mw = torch.ops.meshwright
+TOL = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def same(got, want, dtype=torch.float32):
+    torch.testing.assert_close(got, want, rtol=TOL[dtype], atol=TOL[dtype], equal_nan=True)
+
+
+def compare(ours, theirs, tensors, dtype=torch.float32, **kwargs):
+    """Outputs and the gradients of a random combination of them, at every tensor that requires one."""
+    a, b = ours(*tensors, **kwargs), theirs(*tensors, **kwargs)
+    assert a.dtype == b.dtype and a.shape == b.shape
+    same(a, b, dtype)
+    wanted = [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
+    g = torch.randn_like(b)
+    for x, y in zip(torch.autograd.grad(a, wanted, g), torch.autograd.grad(b, wanted, g), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        same(x, y, dtype)
+
+
+def leaf(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+# --- attention ---------------------------------------------------------------------------------------------------
+
+
+def exact(q, k, v, mask=None, dropout=0.0, causal=False, scale=None, enable_gqa=False):
+    """torch's own attention by its formula, in float64."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        wide = [x.double() for x in (q, k, v)]
+        mask = mask.double() if mask is not None and mask.is_floating_point() else mask
+        return F.scaled_dot_product_attention(*wide, mask, dropout, causal, scale, enable_gqa).to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+def test_attention_equals_torch(dtype, heads):
+    h, g = heads
+    for (s, t), d, causal in itertools.product([(7, 7), (5, 9), (9, 5), (1, 3)], (8, 5), (False, True)):
+        q, k, v = leaf(2, h, s, d, dtype=dtype), leaf(2, g, t, d, dtype=dtype), leaf(2, g, t, d, dtype=dtype)
+        ours = attention.sdpa(q, k, v, is_causal=causal, enable_gqa=True)
+        same(ours, F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True), dtype)
+        compare(
+            lambda a, b, c, f=causal: attention.sdpa(a, b, c, is_causal=f, enable_gqa=True),
+            lambda a, b, c, f=causal: exact(a, b, c, causal=f, enable_gqa=True),
+            (q, k, v),
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 6), (1, 6), (5, 1), (2, 4, 5, 6), (1, 4, 5, 6), (2, 1, 1, 6)])
+def test_attention_masks(dtype, shape):
+    q, k, v = leaf(2, 4, 5, 8, dtype=dtype), leaf(2, 2, 6, 8, dtype=dtype), leaf(2, 2, 6, 8, dtype=dtype)
+    yes = torch.rand(shape) > 0.2
+    added = leaf(*shape, dtype=dtype)
+    for mask in (yes, added.detach(), added, added.detach().masked_fill(yes.logical_not(), -math.inf)):
+        ours = lambda a, b, c, m: attention.sdpa(a, b, c, m, enable_gqa=True)  # noqa: E731
+        theirs = lambda a, b, c, m: exact(a, b, c, m, enable_gqa=True)  # noqa: E731
+        compare(ours, theirs, (q, k, v, mask), dtype)
+    if dtype == torch.bfloat16:
+        compare(ours, theirs, (q, k, v, added.detach().float()), dtype)
+
+
+@pytest.mark.parametrize("mask_shape", [None, (5, 6)])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 3, 4)])
+def test_attention_of_any_rank(lead, mask_shape):
+    q, k, v = leaf(*lead, 5, 8), leaf(*lead, 6, 8), leaf(*lead, 6, 3)
+    mask = None if mask_shape is None else torch.rand(*lead, *mask_shape) > 0.3
+    compare(attention.sdpa, exact, (q, k, v, mask))
+
+
+def test_attention_broadcasts():
+    compare(attention.sdpa, exact, (leaf(2, 4, 5, 8), leaf(1, 4, 6, 8), leaf(1, 1, 6, 8)))
+    compare(attention.sdpa, exact, (leaf(3, 2, 4, 5, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8), torch.rand(2, 1, 5, 6) > 0.2))
+    with pytest.raises(RuntimeError):
+        attention.sdpa(leaf(2, 4, 5, 8), leaf(2, 2, 5, 8), leaf(2, 2, 5, 8))
+    with pytest.raises(RuntimeError, match="multiple"):
+        attention.sdpa(leaf(2, 4, 5, 8), leaf(2, 3, 5, 8), leaf(2, 3, 5, 8), enable_gqa=True)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        attention.sdpa(leaf(2, 5, 8), leaf(2, 5, 8), leaf(2, 5, 8), torch.ones(5, 5, dtype=torch.bool), 0.0, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_part_of_the_queries_sees_what_it_saw(dtype):
+    """Rows [i, j) of a causal call equal a call on those rows with q_start i; so do the gradients."""
+    q, k, v = leaf(2, 4, 7, 8, dtype=dtype), leaf(2, 2, 9, 8, dtype=dtype), leaf(2, 2, 9, 8, dtype=dtype)
+    out, lse = mw.attention(q, k, v, None, True, 0.3, 1)
+    g = torch.randn_like(out)
+    whole = torch.autograd.grad(out, (q, k, v), g)
+    parts = [mw.attention(q[:, :, a:b], k, v, None, True, 0.3, 1 + a) for a, b in ((0, 3), (3, 4), (4, 7))]
+    same(torch.cat([o for o, _ in parts], 2), out, dtype)
+    same(torch.cat([m for _, m in parts], 2), lse, dtype)
+    for x, y in zip(torch.autograd.grad(torch.cat([o for o, _ in parts], 2), (q, k, v), g), whole, strict=True):
+        same(x, y, dtype)
+    scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(torch.ones(7, 9).tril(1) == 0, -math.inf)
+    same(lse, scores.logsumexp(-1), dtype)
+
+
+@pytest.mark.parametrize("d", [8, 5])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_rows_that_see_nothing(d, wanted):
+    q, k, v = leaf(1, 2, 4, d), leaf(1, 2, 5, d), leaf(1, 2, 5, d)
+    mask = torch.zeros(1, 1, 4, 5).masked_fill(torch.arange(4).reshape(4, 1) == 2, -math.inf).requires_grad_(wanted)
+    out, lse = mw.attention(q, k, v, mask, False, 0.5, 0)
+    assert (out[:, :, 2] == 0).all() and (lse[:, :, 2] == -math.inf).all() and lse[:, :, :2].isfinite().all()
+    for grad in torch.autograd.grad(out.sum(), (q, k, v, *((mask,) if wanted else ()))):
+        assert grad.isfinite().all()
+
+
+def test_attention_of_nothing():
+    for b, s, t in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        q, k, v = leaf(b, 2, s, 8), leaf(b, 2, t, 8), leaf(b, 2, t, 8)
+        out, lse = mw.attention(q, k, v, None, False, 0.5, 0)
+        assert out.shape == (b, 2, s, 8) and not out.any() and (lse == -math.inf).all()
+        assert all(not g.any() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_attention_with_dropout():
+    q, k, v = (leaf(2, 2, 4, 8) for _ in range(3))
+    out = attention.sdpa(q, k, v, None, 1.0)
+    assert not out.any()
+    draws = torch.stack([attention.sdpa(q, k, v, dropout_p=0.5, is_causal=True) for _ in range(3000)]).mean(0)
+    torch.testing.assert_close(draws, exact(q, k, v, causal=True), rtol=0, atol=0.2)
+
+
+def test_attention_under_autocast():
+    q, k, v = (leaf(2, 2, 4, 8) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        same(attention.sdpa(q, k, v), F.scaled_dot_product_attention(q, k, v), torch.bfloat16)
+        x, t = leaf(4, 5, dtype=torch.bfloat16), torch.tensor([1, 2, 3, 4])
+        assert cross_entropy.cross_entropy(x, t).dtype == F.cross_entropy(x, t).dtype == torch.float32
+
+
+# --- cross entropy -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_equals_torch(dtype, reduction):
+    target = torch.tensor([1, 6, -100, 0, 3])
+    for weight, smoothing, index in itertools.product((None, torch.rand(7).to(dtype)), (0.0, 0.1), (-100, 3)):
+        if index == 3:
+            target = target.clamp(min=0)
+        kw = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction, "ignore_index": index}
+        compare(cross_entropy.cross_entropy, F.cross_entropy, (leaf(5, 7, dtype=dtype), target), dtype, **kw)
+        target = torch.tensor([1, 6, -100, 0, 3])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_of_other_ranks(reduction):
+    weight = torch.rand(7)
+    pairs = [
+        (leaf(7), torch.tensor(3)),
+        (leaf(2, 7, 3), torch.randint(0, 7, (2, 3))),
+        (leaf(2, 7, 3, 2), torch.randint(0, 7, (2, 3, 2))),
+        (leaf(2, 7, 3), torch.rand(2, 7, 3).softmax(1).requires_grad_()),
+        (leaf(7), torch.rand(7).softmax(0)),
+    ]
+    for (x, target), smoothing, w in itertools.product(pairs, (0.0, 0.2), (None, weight)):
+        kw = {"weight": w, "label_smoothing": smoothing, "reduction": reduction}
+        compare(cross_entropy.cross_entropy, F.cross_entropy, (x, target), **kw)
+    for old in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
+        compare(cross_entropy.cross_entropy, F.cross_entropy, pairs[1], **old)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cross_entropy_edges():
+    x = leaf(3, 5)
+    ignored = torch.full((3,), -100)
+    for reduction in ("sum", "none", "mean"):
+        compare(cross_entropy.cross_entropy, F.cross_entropy, (x, ignored), reduction=reduction)
+    for wrong in (5, -1):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            cross_entropy.cross_entropy(x, torch.tensor([0, wrong, 1]))
+    with pytest.raises(ValueError, match="do not fit"):
+        cross_entropy.cross_entropy(x, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="no reduction"):
+        cross_entropy.cross_entropy(x, ignored, reduction="avg")
+    empty = cross_entropy.cross_entropy(leaf(0, 5), torch.zeros(0, dtype=torch.long), reduction="none")
+    assert empty.shape == (0,)
+
+
+def test_a_sure_row_keeps_its_gradient_in_half_precision():
+    """p - 1 of a probability that rounds to 1: the gradient comes from expm1, not from a difference."""
+    x = torch.zeros(1, 4, dtype=torch.bfloat16)
+    x[0, 1] = 7.0
+    exact_x = x.double().requires_grad_()
+    want = torch.autograd.grad(F.cross_entropy(exact_x, torch.tensor([1])), exact_x)[0]
+    x.requires_grad_()
+    got = torch.autograd.grad(cross_entropy.cross_entropy(x, torch.tensor([1])), x)[0]
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=0)
+
+
+def test_backward_of_a_part_of_the_vocabulary():
+    logits, target, g = torch.randn(4, 9), torch.tensor([0, 8, -100, 4]), torch.randn(4)
+    logp = logits.log_softmax(1)
+    whole = mw.nll_backward(g, logp, target, -100, 0)
+    parts = [mw.nll_backward(g, logp[:, a:b], target, -100, a) for a, b in ((0, 4), (4, 5), (5, 5), (5, 9))]
+    same(torch.cat(parts, 1), whole)
+
+
+# --- norms and embeddings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_rms_norm_equals_torch(dtype, eps):
+    for shape, normed, weighted in itertools.product([(3, 5, 7), (1, 2, 1)], (1, 2), (True, False)):
+        x = (torch.randn(shape) * 1e-2).to(dtype).requires_grad_()
+        weight = leaf(*shape[-normed:], dtype=dtype) if weighted else None
+        compare(rms_norm.functional, F.rms_norm, (x, shape[-normed:], weight, eps), dtype)
+
+
+def test_rms_norm_accumulates_weight_gradients_wide():
+    x, w = torch.randn(4096, 8).bfloat16(), leaf(8, dtype=torch.bfloat16)
+    (got,) = torch.autograd.grad(rms_norm.functional(x, [8], w).sum(), w)
+    (want,) = torch.autograd.grad(F.rms_norm(x.double(), [8], w.double()).sum(), w)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=0.3)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        rms_norm.functional(x, [7])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_embedding_rows(scaled):
+    weight, at, g = torch.randn(9, 4), torch.randint(0, 9, (3, 5)), torch.randn(3, 5, 4)
+    cuts = ((0, 4), (4, 4), (4, 9))
+    same(sum(embedding.embedding_rows(weight[a:b], at, a) for a, b in cuts), weight[at])
+    want = torch.ops.aten.embedding_dense_backward(g, at, 9, int(at[0, 0]), scaled)
+    pads = int(at[0, 0])
+    got = [embedding.embedding_rows_backward(g, at, b - a, pads, scaled, a) for a, b in cuts]
+    same(torch.cat(got), want)
+
+
+# --- as ops ------------------------------------------------------------------------------------------------------
+
+
+def _checks():
+    q, k = leaf(2, 4, 5, 8), leaf(2, 2, 6, 8)
+    bias = leaf(1, 4, 5, 6)
+    target = torch.tensor([1, -100, 3])
+    yield mw.attention.default, (q, k, k, None, True, 0.3, 1)
+    yield mw.attention.default, (q, k, leaf(2, 2, 6, 3), bias, False, 0.3, 0)
+    yield mw.nll.default, (leaf(3, 5), target, -100, 0)
+    yield mw.rms_norm.default, (leaf(3, 5), [5], leaf(5), 1e-5)
+    yield mw.rms_norm.default, (leaf(3, 5, 4), [5, 4], None, 1e-5)
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_torch_finds_the_op_sound(i):
+    op, args = list(_checks())[i]
+    torch.library.opcheck(op, args)
+
+
+def test_forward_and_backward_are_one_node_each():
+    def grads(q, k, x, t):
+        loss = attention.sdpa(q, k, k, is_causal=True, enable_gqa=True).sum()
+        loss = loss + cross_entropy.cross_entropy(rms_norm.functional(x, (5,)), t)
+        return torch.autograd.grad(loss, (q, k, x))
+
+    args = (leaf(2, 4, 5, 8), leaf(2, 2, 5, 8), leaf(3, 5), torch.tensor([1, 2, 3]))
+    graph = make_fx(grads, tracing_mode="fake")(*args).graph
+    found = [str(n.target) for n in graph.nodes if "meshwright" in str(n.target)]
+    names = ("attention", "rms_norm", "nll")
+    assert sorted(found) == sorted(f"meshwright.{n}{tail}.default" for n in names for tail in ("", "_backward"))
+
+
+@pytest.mark.parametrize("d", [4, 3])
+def test_gradients_by_differences(d):
+    q, k, v = (torch.randn(1, 2, 3, n, dtype=torch.float64, requires_grad=True) for n in (4, 4, d))
+    mask = torch.randn(1, 1, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: mw.attention(*x, False, 0.4, 0)[0], (q, k, v, mask))
+    assert torch.autograd.gradcheck(lambda *x: mw.attention(*x, None, True, 0.4, 0)[0], (q, k, v))
+    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,)))
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm.functional(a, [5], b), (x, w))
+    assert torch.autograd.gradcheck(lambda a: cross_entropy.cross_entropy(a, torch.tensor([1, -100, 4])), (x,))
+
+
+# --- random numbers ----------------------------------------------------------------------------------------------
+
+
+def philox_numpy(counter, key):
+    c = [np.asarray(x, dtype=np.uint64) for x in counter]
+    k = [np.uint64(x) for x in key]
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        shift = np.uint64(32)
+        c = [(p1 >> shift) ^ c[1] ^ k[0], p1 & low, (p0 >> shift) ^ c[3] ^ k[1], p0 & low]
+        k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
+    return c
+
+
+def test_philox_equals_numpy():
+    lo, hi = torch.randint(0, 1 << 32, (1000,)), torch.randint(0, 1 << 32, (1000,))
+    kept = lo.clone(), hi.clone()
+    got = philox.philox4(lo, hi, 0xFFFFFFFF, 5, 0xFFFFFFFE, 0x12345678)
+    want = philox_numpy((lo.numpy(), hi.numpy(), [0xFFFFFFFF] * 1000, [5] * 1000), (0xFFFFFFFE, 0x12345678))
+    for g, w in zip(got, want, strict=True):
+        assert (g.numpy() == w.astype(np.int64)).all()
+    assert (philox.philox(lo, hi, 0xFFFFFFFF, 5, 0xFFFFFFFE, 0x12345678) == got[0]).all()
+    assert (kept[0] == lo).all() and (kept[1] == hi).all()
+    known = philox.philox4(0, 0, 0, 0, 0, 0)  # the authors' own vector
+    assert known == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+
+
+def test_bits_follow_the_element():
+    whole = philox.element_bits(philox.whole_pieces((4, 6)), seed=(7 << 32) + 9, op=3, step=2)
+    want = philox_numpy((np.arange(24), np.zeros(24), [3] * 24, [2] * 24), (9, 7))[0].astype(np.int64)
+    assert (whole.numpy() == want.reshape(4, 6)).all()
+    part = philox.element_bits((((1, 2, 4),), ((0, 2, 2), (1, 2, 3))), (7 << 32) + 9, 3, 2)
+    assert (part == whole.reshape(4, 2, 3)[1:3, :, 1:3].reshape(2, 4)).all()
+    huge = philox.element_bits((((1 << 20, 2, 1 << 21),), ((5, 3, 1 << 20),)), 1, 0, 0)
+    at = (np.arange(1 << 20, (1 << 20) + 2)[:, None] * (1 << 20) + np.arange(5, 8)).reshape(-1)
+    want = philox_numpy((at & 0xFFFFFFFF, at >> 32, [0] * 6, [0] * 6), (1, 0))[0].astype(np.int64)
+    assert (huge.reshape(-1).numpy() == want).all()
+
+
+def _key(op=0):
+    return {"seed": 11, "op": op, "step": 4}
+
+
+N = 200_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_moments(dtype):
+    p = philox.whole_pieces((N,))
+    u = random.uniform(p, dtype, -1.0, 3.0, **_key())
+    assert u.dtype == dtype and u.min() >= -1 and u.max() < 3.01
+    u = u.double()
+    assert abs(u.mean() - 1) < 0.02 and abs(u.var() - 16 / 12) < 0.02
+    z = random.normal(p, dtype, 0.5, 2.0, **_key(1)).double()
+    assert abs(z.mean() - 0.5) < 0.02 and abs(z.std() - 2) < 0.02
+    unit = (z - 0.5) / 2
+    assert abs((unit**3).mean()) < 0.05 and abs((unit**4).mean() - 3) < 0.1
+    e = random.exponential(p, dtype, 2.0, **_key(2)).double()
+    assert e.min() > 0 and abs(e.mean() - 0.5) < 0.01 and abs(e.var() - 0.25) < 0.02
+    assert abs(np.corrcoef(u.numpy(), z.numpy())[0, 1]) < 0.01
+
+
+def test_discrete_draws():
+    p = philox.whole_pieces((N,))
+    x = torch.randn(N)
+    y, mask = random.dropout(x, 0.3, **_key(), pieces=p)
+    assert abs(mask.float().mean() - 0.7) < 0.005
+    same(y, x * mask / 0.7)
+    same(random.dropout(x, 0.0, **_key(), pieces=p)[0], x)
+    assert not random.dropout(x, 1.0, **_key(), pieces=p)[0].any()
+    assert abs(random.bernoulli(0.2, p, torch.float32, **_key()).mean() - 0.2) < 0.005
+    assert (random.bernoulli(torch.tensor([0.0, 1.0]), (((0, 2, 2),),), torch.int64, **_key()) == torch.tensor([0, 1])).all()
+    counts = random.randint(p, -2, 3, torch.int64, **_key())
+    assert counts.unique().tolist() == [-2, -1, 0, 1, 2]
+    assert torch.bincount(counts + 2).min() > N / 5 * 0.97
+    wide = random.randint(p, 0, 1 << 40, torch.int64, **_key())
+    assert wide.min() >= 0 and wide.max() < 1 << 40 and wide.max() > 1 << 39
+    assert sorted(random.randperm(50, torch.int64, **_key()).tolist()) == list(range(50))
+
+
+def test_every_random_op_has_its_form():
+    aten = torch.ops.aten
+    x = torch.rand(3, 4)
+    calls = [
+        (aten.native_dropout.default, (x, 0.3, True), {}),
+        (aten.native_dropout.default, (x, 0.3, False), {}),
+        (aten.rand.default, ([3, 4],), {"dtype": torch.float64}),
+        (aten.rand_like.default, (x,), {}),
+        (aten.uniform.default, (x, -1.0, 1.0), {}),
+        (aten.randn.default, ([3, 4],), {}),
+        (aten.randn_like.default, (x,), {}),
+        (aten.normal_functional.default, (x, 1.0, 2.0), {}),
+        (aten.normal.Tensor_float, (x, 2.0), {}),
+        (aten.normal.Tensor_Tensor, (x, x), {}),
+        (aten.normal.float_float, (0.0, 1.0, [3]), {}),
+        (aten.bernoulli.default, (x,), {}),
+        (aten.bernoulli.p, (x, 0.25), {}),
+        (aten.bernoulli.Tensor, (x, x), {}),
+        (aten.bernoulli_.float, (x.clone(), 0.5), {}),
+        (aten.uniform_.default, (x.clone(),), {}),
+        (aten.normal_.default, (x.clone(), 0.0, 3.0), {}),
+        (aten.exponential.default, (x,), {}),
+        (aten.randint.default, (9, [5]), {}),
+        (aten.randint.low, (2, 9, [5]), {}),
+        (aten.randint_like.default, (x, 9), {}),
+        (aten.randint_like.low_dtype, (x, 2, 9), {}),
+        (aten.random.default, (x,), {}),
+        (aten.random.to, (x, 5), {}),
+        (getattr(aten.random, "from"), (x, 2, 5), {}),
+        (aten.randperm.default, (7,), {}),
+    ]
+    for target, args, kwargs in calls:
+        want = target(*args, **kwargs)
+        build = random.canonical_random(target)
+        assert build is not None, target
+        node = SimpleNamespace(args=args, kwargs=kwargs, meta={"val": want})
+        fn, new_args, new_kwargs = build(node, seed=1, op=2, step=3)
+        got = fn(*new_args, **new_kwargs)
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype, target
+    assert random.canonical_random(aten.add.Tensor) is None
