@@ -35,9 +35,9 @@ class Row:
     size: str
     ranks: int
     loss: float | None = None  # after 5 updates
-    wall_ms: float | None = None  # median, barrier to barrier
-    wall_best_ms: float | None = None
-    cpu_ms: float | None = None  # median, summed over the ranks
+    wall_ms: float = 0.0  # median, barrier to barrier; 0 where the mode did not run
+    wall_best_ms: float = 0.0
+    cpu_ms: float = 0.0  # median, summed over the ranks
     sent_mb: float | None = None  # written by the busiest rank in one step
     error: str = ""
 
@@ -129,7 +129,7 @@ def table(rows: list[Row]) -> Table:
     for heading in ("mode", "loss", "wall ms", "CPU ms", "MB sent", *ratios):
         shown.add_column(heading, justify="left" if heading == "mode" else "right")
     for r in rows:
-        if not (r.wall_ms and r.wall_best_ms and r.cpu_ms):
+        if not r.wall_ms:
             shown.add_row(r.mode, r.error)
             continue
         pairs = [(r.wall_ms, b.wall_ms, r.wall_best_ms, b.wall_best_ms, r.cpu_ms, b.cpu_ms) for b in bases]

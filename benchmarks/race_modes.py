@@ -63,7 +63,8 @@ class Ours(Job):
     def __init__(self, config: Config, mesh: mw.Mesh, **options: Any):
         x = torch.zeros(config.batch, config.seq, dtype=torch.long)
         adamw = lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True)  # noqa: E731
-        self.compiled = mw.compile(build(config), mesh, args=(x,), loss=lm_loss, optimizer=adamw, **options)
+        example = {"args": (x,), "kwargs": {"target": x}}
+        self.compiled = mw.compile(build(config), mesh, **example, loss=lm_loss, optimizer=adamw, **options)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
         return float(self.compiled.step(x, target=y))

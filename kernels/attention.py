@@ -80,19 +80,21 @@ def _four_dims(q, k, v, mask, grouped: bool):
         q, k, v = (_lead(x, batch) for x in (q, k, v))
     if mask is not None:
         mask = mask.reshape((1,) * (len(lead) + 2 - mask.dim()) + tuple(mask.shape))
-    if len(lead) <= 1 and grouped:
-        q, k, v, mask = (None if x is None else x.unsqueeze(0) for x in (q, k, v, mask))
-    elif len(lead) <= 1:  # no heads: one each
-        q, k, v, mask = (None if x is None else x.reshape(-1, 1, *x.shape[-2:]) for x in (q, k, v, mask))
-    elif len(lead) > 2:
-        q, k, v = (x.flatten(0, len(lead) - 2) for x in (q, k, v))
-        if mask is not None:
-            if any(n != 1 for n in mask.shape[: len(lead) - 1]):
-                mask = mask.expand(*lead[:-1], *mask.shape[-3:])
-            mask = mask.flatten(0, len(lead) - 2)
+    q, k, v = (_fold(x, len(lead), grouped) for x in (q, k, v))
+    if mask is not None:
+        if any(n != 1 for n in mask.shape[: max(0, len(lead) - 1)]):
+            mask = mask.expand(*lead[:-1], *mask.shape[-3:])
+        mask = _fold(mask, len(lead), grouped)
     if k.shape[1] != v.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return q, k, v, mask, lead
+
+
+def _fold(x: torch.Tensor, lead: int, grouped: bool) -> torch.Tensor:
+    """x with its `lead` leading dims made two; where there is no dim of heads, one head each."""
+    if lead >= 2:
+        return x if lead == 2 else x.flatten(0, lead - 2)
+    return x.unsqueeze(0) if grouped else x.reshape(-1, 1, *x.shape[-2:])
 
 
 def _lead(x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
@@ -161,7 +163,8 @@ def math_forward(q, k, v, mask, causal: bool, scale: float, q_start: int) -> tup
 def math_backward(grad, q, k, v, out, lse, mask, causal: bool, scale: float, q_start: int, mask_grad: bool):
     """dq, dk, dv, dmask by the formula above, in float32 or wider."""
     if _nothing(q, k, v):
-        return tuple(x.zero_() for x in _fake_backward(grad, q, k, v, out, lse, mask, causal, scale, q_start, mask_grad))
+        made = _fake_backward(grad, q, k, v, out, lse, mask, causal, scale, q_start, mask_grad)
+        return tuple(x.zero_() for x in made)
     (b, h, s, d), (g, t), e = q.shape, k.shape[1:3], v.shape[3]
     wide, r = _wide(q.dtype), h // g
     p = _scores(q, k, mask, causal, scale, q_start).sub_(_finite(lse).reshape(b, g, r, s, 1)).exp_()

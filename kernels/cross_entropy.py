@@ -29,7 +29,7 @@ def held(target: torch.Tensor, ignore_index: int, start: int, v: int) -> tuple[t
     return torch.where(there, target - start, 0), there
 
 
-def _nll(logits: torch.Tensor, target: torch.Tensor, ignore_index: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _nll(logits, target, ignore_index: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     logp = torch.log_softmax(logits, 1)
     if not logp.numel():
         return logits.new_zeros(target.shape), logp
@@ -43,7 +43,7 @@ def _nll(logits: torch.Tensor, target: torch.Tensor, ignore_index: int, start: i
 def _refuse_out_of_range(target: torch.Tensor, there: torch.Tensor, ignore_index: int) -> None:
     right = there | (target == ignore_index)
     if target.device.type != "cpu":
-        torch._assert_async(right.all())
+        torch.ops.aten._assert_async.msg(right.all(), "a target is out of bounds")
     elif not bool(right.all()):
         raise IndexError(f"Target {int(target[right.logical_not()][0])} is out of bounds.")
 
@@ -56,12 +56,10 @@ def _nll_backward(grad, logp, target, ignore_index: int, start: int) -> torch.Te
     column, there = held(target, ignore_index, start, logp.shape[1])
     row = grad.masked_fill(target == ignore_index, 0.0)
     out.mul_(row.unsqueeze(1))
-    rows = torch.arange(len(target), device=logp.device)
-    if not bool(there.all()):
-        rows, column, row = rows[there], column[there], row[there]
+    at = column.unsqueeze(1)
     wide = torch.float64 if logp.dtype == torch.float64 else torch.float32
-    own = torch.expm1(logp[rows, column].to(wide)) * row.to(wide)
-    return out.index_put_((rows, column), own.to(out.dtype))
+    own = torch.expm1(logp.gather(1, at).to(wide)) * row.unsqueeze(1).to(wide)
+    return out.scatter_(1, at, torch.where(there.unsqueeze(1), own.to(out.dtype), out.gather(1, at)))
 
 
 def _fake_nll(logits, target, ignore_index, start):

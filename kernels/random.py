@@ -13,10 +13,10 @@ Rewriting a graph: `build = canonical_random(node.target)` is None for an op tha
 
     fn, args, kwargs = build(node, seed=seed, op=ordinal, step=step_node)
 
-is the call that replaces the node: same number and order of outputs, pieces of the whole tensor taken from the shape of
-the fake output, `node.meta["val"]`; the node's tensors and `step` are passed through untouched. An in-place op gives its
-functional form: the caller writes the result back. Floats are computed in float64 and rounded once, so that a vector instruction
-and its scalar tail agree.
+is the call that replaces the node: same number and order of outputs, pieces of the whole tensor taken from the shape
+of the fake output, `node.meta["val"]`; the node's tensors and `step` are passed through untouched. An in-place op gives
+its functional form: the caller writes the result back. Logarithms and cosines are taken in float64 and rounded once, so
+that a vector instruction and its scalar tail agree.
 """
 
 from __future__ import annotations

@@ -11,7 +11,11 @@ Primitives on one local tensor of nbytes b over a group of k ranks, and the byte
     permute          same pieces, other owners                 b_local
 
 (ring algorithms; Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005).
-`path` is Dijkstra over layouts whose edges are these primitives: what it prices is exactly what passes emit.
+Where pieces are uneven, b (k - 1) / k becomes what the rank that keeps least sends: b less the smallest piece.
+
+`path` is the shortest path over all layouts that use the axes and factors of either end (and the longest other factor),
+and its edges are these primitives: what it prices is exactly what passes emit, and prices among such layouts obey the
+triangle inequality.
 """
 
 from __future__ import annotations
@@ -19,11 +23,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .layout import Layout, Spot, piece
 from .mesh import Mesh
+
+LOCAL_KINDS = frozenset({"slice", "zero"})
+"""Primitives that send nothing."""
 
 
 @dataclass(frozen=True)
@@ -45,42 +53,58 @@ class Step:
         return f"{self.kind}({'+'.join(self.axes)}) -> {self.after}"
 
 
+def largest_piece(size: int, axes: Iterable[str], sizes: dict[str, int]) -> int:
+    """The longest piece of a factor (the first: `torch.chunk` gives the first ranks the most)."""
+    for axis in axes:
+        size = -(-size // sizes[axis])
+    return size
+
+
 def largest_local(layout: Layout, mesh: Mesh) -> int:
-    """Elements of the largest local tensor (rank 0's: `torch.chunk` gives the first ranks the most)."""
-    sizes = mesh.sizes
-    return math.prod(
-        piece(f.size, tuple((sizes[a], 0) for a in f.axes))[1] if f.axes else f.size for d in layout.dims for f in d
-    )
+    """Elements of the largest local tensor, which is rank 0's."""
+    return math.prod(largest_piece(f.size, f.axes, mesh.sizes) for d in layout.dims for f in d)
+
+
+def wire_share(kind: str, axes: tuple[str, ...], split: int, mesh: Mesh) -> float:
+    """Bytes that one rank sends, at most, over those of its local tensor; `split` is the length of what is cut."""
+    k = mesh.group_size(axes)
+    if kind in ("reduce_scatter", "all_to_all"):
+        kept = piece(split, tuple((mesh.sizes[a], mesh.sizes[a] - 1) for a in axes))[1]
+        return (split - kept) / split if split else 0.0
+    if kind == "permute":
+        return 1.0 if k > 1 else 0.0
+    return {"slice": 0.0, "zero": 0.0, "all_gather": k - 1.0, "all_reduce": 2.0 * (k - 1) / k}[kind]
 
 
 def wire_bytes(step: Step, mesh: Mesh, itemsize: int) -> float:
     """Bytes that one rank sends, at most."""
-    k = mesh.group_size(step.axes)
-    before = largest_local(step.before, mesh) * itemsize
-    share = {
-        "slice": 0.0,
-        "zero": 0.0,
-        "all_gather": float(k - 1),
-        "all_reduce": 2.0 * (k - 1) / k,
-        "reduce_scatter": (k - 1) / k,
-        "all_to_all": (k - 1) / k,
-        "permute": 1.0,
-    }
-    return before * share[step.kind]
+    return largest_local(step.before, mesh) * itemsize * wire_share(step.kind, step.axes, _cut_length(step, mesh), mesh)
 
 
-_STARTS = {"slice": 0, "zero": 0, "all_gather": 1, "all_reduce": 2, "reduce_scatter": 1, "all_to_all": 1, "permute": 1}
+def _cut_length(step: Step, mesh: Mesh) -> int:
+    if step.target is None:
+        return 0
+    factor = step.before.factor(step.target)
+    return largest_piece(factor.size, factor.axes, mesh.sizes)
+
+
+def rates(kind: str, axes: tuple[str, ...], split: int, mesh: Mesh) -> tuple[float, float]:
+    """Seconds of a primitive: those before any byte moves (its ring steps), and those a byte of the local tensor.
+
+    The local kinds copy what they keep: bytes of the result over memory bandwidth.
+    """
+    if kind in LOCAL_KINDS:
+        return 0.0, 1 / mesh.device.memory_bandwidth
+    k = mesh.group_size(axes)
+    slowest = min((mesh.link[a] for a in axes), key=lambda link: link.bandwidth)
+    starts = min(k - 1, 1) if kind == "permute" else (k - 1) * (2 if kind == "all_reduce" else 1)
+    return starts * slowest.latency, wire_share(kind, axes, split, mesh) / slowest.bandwidth
 
 
 def seconds(step: Step, mesh: Mesh, itemsize: int) -> float:
-    """Seconds of one primitive: its ring steps' latency, its wire bytes, and the local copy it makes."""
-    if step.kind in ("slice", "zero"):
-        moved = min(largest_local(step.after, mesh), largest_local(step.before, mesh)) * itemsize
-        return moved / mesh.device.memory_bandwidth
-    k = mesh.group_size(step.axes)
-    slowest = min((mesh.link[a] for a in step.axes), key=lambda link: link.bandwidth)
-    starts = _STARTS[step.kind] * (k - 1) * slowest.latency
-    return starts + wire_bytes(step, mesh, itemsize) / slowest.bandwidth
+    """Seconds of one primitive."""
+    fixed, each = rates(step.kind, step.axes, _cut_length(step, mesh), mesh)
+    return fixed + each * largest_local(step.after if step.kind in LOCAL_KINDS else step.before, mesh) * itemsize
 
 
 @lru_cache(maxsize=65536)
@@ -90,25 +114,13 @@ def path(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step
     Raises:
         ValueError: the layouts are of different tensors, or `after` is a partial max or min that `before` is not.
     """
+    if before == after:
+        return ()
     if tuple(tuple(f.size for f in d) for d in before.dims) != tuple(tuple(f.size for f in d) for d in after.dims):
         raise ValueError(f"{before} and {after} are layouts of different tensors")
     if _unreachable(before, after):
         raise ValueError(f"no path from {before} to {after}: a partial max or min cannot be made from a whole value")
-    tie = itertools.count()
-    frontier: list[tuple[float, int, Layout, tuple[Step, ...]]] = [(0.0, next(tie), before, ())]
-    done: set[Layout] = set()
-    while frontier:
-        cost, _, here, steps = heapq.heappop(frontier)
-        if here == after:
-            return _merged(steps)
-        if here in done:
-            continue
-        done.add(here)
-        for step in _steps_from(here, after, mesh):
-            if step.after not in done:
-                price = cost + seconds(step, mesh, itemsize) + 1e-9
-                heapq.heappush(frontier, (price, next(tie), step.after, (*steps, step)))
-    raise ValueError(f"no path from {before} to {after} on mesh {mesh}")
+    return _search(before, after, mesh, itemsize)
 
 
 def path_seconds(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> float:
@@ -120,78 +132,195 @@ def _unreachable(before: Layout, after: Layout) -> bool:
     return any(op != "sum" and have.get(axis) != op for axis, op in after.partial)
 
 
-def _steps_from(here: Layout, goal: Layout, mesh: Mesh) -> list[Step]:
-    steps: list[Step] = []
-    for axis in here.partial_axes | here.split_axes | goal.partial_axes | goal.split_axes:
-        steps += _steps_of_axis(axis, here, goal)
-    permuted = _permute(here, goal, mesh)
-    return [*steps, permuted] if permuted else steps
+Marks = tuple[tuple[str, ...], ...]
+Partial = tuple[tuple[str, str], ...]
+State = tuple[Marks, Partial]
+
+_STEP = 1e-9
+"""Seconds that a step costs beside its price, so that of equal paths the shorter wins."""
 
 
-def _steps_of_axis(axis: str, here: Layout, goal: Layout) -> list[Step]:
-    target = goal.spot_of(axis)
-    open_target = target if target is not None and _next_axis(here, goal, target) == axis else None
-    ops = dict(here.partial)
-    if axis in ops:
-        op = ops[axis]
-        cleared = here.with_partial(axis, None)
-        steps = [Step("all_reduce", (axis,), here, cleared, op=op)]
-        if open_target is not None:
-            steps.append(
-                Step("reduce_scatter", (axis,), here, _split(cleared, open_target, axis), target=open_target, op=op)
-            )
-        return steps if dict(goal.partial).get(axis) != op else []
-    source = here.spot_of(axis)
-    if source is None:
-        if open_target is not None:
-            return [Step("slice", (axis,), here, _split(here, open_target, axis), target=open_target)]
-        if dict(goal.partial).get(axis) == "sum":
-            return [Step("zero", (axis,), here, here.with_partial(axis, "sum"))]
-        return []
-    if here.factor(source).axes[-1] != axis:
-        return []
-    gathered = here.with_axes(source, here.factor(source).axes[:-1])
-    steps = [Step("all_gather", (axis,), here, gathered, source=source)]
-    if open_target is not None and open_target != source:
-        after = _split(gathered, open_target, axis)
-        steps.append(Step("all_to_all", (axis,), here, after, source=source, target=open_target))
-    return steps
+@dataclass(slots=True)
+class _Move:
+    """An edge; `source` and `target` are indices of factors."""
+
+    kind: str
+    axes: tuple[str, ...]
+    after: State
+    source: int = -1
+    target: int = -1
+    op: str = "sum"
 
 
-def _next_axis(here: Layout, goal: Layout, spot: Spot) -> str | None:
-    """The axis to add to a factor next, so that it grows into the goal's order; None while it has a foreign one."""
-    have, want = here.factor(spot).axes, goal.factor(spot).axes
-    return want[len(have)] if len(have) < len(want) and want[: len(have)] == have else None
+def _search(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
+    """A* over states: of each factor, the axes that split it, and the partial marks."""
+    search = _Search(before, after, mesh, itemsize)
+    start = search.start
+    best: dict[State, float] = {start: 0.0}
+    came: dict[State, tuple[State, _Move]] = {}
+    tie = itertools.count()
+    frontier = [(search.estimate(start), next(tie), start)]
+    done: set[State] = set()
+    while frontier:
+        _, _, here = heapq.heappop(frontier)
+        if here == search.goal:
+            return search.steps(came)
+        if here in done:
+            continue
+        done.add(here)
+        for move in search.moves(here):
+            if move.after in done:
+                continue
+            cost = best[here] + search.cost(here, move) + _STEP
+            if cost < best.get(move.after, math.inf):
+                best[move.after], came[move.after] = cost, (here, move)
+                heapq.heappush(frontier, (cost + search.estimate(move.after), next(tie), move.after))
+    raise ValueError(f"no path from {before} to {after} on mesh {mesh}")
 
 
-def _split(layout: Layout, spot: Spot, axis: str) -> Layout:
-    return layout.with_axes(spot, (*layout.factor(spot).axes, axis))
+class _Search:
+    def __init__(self, before: Layout, after: Layout, mesh: Mesh, itemsize: int):
+        self.layout, self.mesh, self.itemsize = before, mesh, itemsize
+        self.spots: list[Spot] = [(i, j) for i, d in enumerate(before.dims) for j in range(len(d))]
+        self.lengths = [before.factor(s).size for s in self.spots]
+        self.start, self.goal = self._state(before), self._state(after)
+        used = before.split_axes | before.partial_axes | after.split_axes | after.partial_axes
+        self.axes = tuple(a for a in mesh.names if a in used)
+        self.latency = min(mesh.link[a].latency for a in self.axes)
+        self.each_byte = 1 / max(mesh.link[a].bandwidth for a in self.axes)
+        self.relabelings = list(_relabelings(self.axes, mesh.sizes))
+        self.goal_at = {a: i for i, axes in enumerate(self.goal[0]) for a in axes}
+        self.goal_ops = dict(self.goal[1])
+        self.open = _open_factors(self.start[0], self.goal[0], self.lengths)
+        self.total = math.prod(self.lengths) * itemsize
+        self.goal_bytes = self.total / math.prod(mesh.sizes[a] for a in self.goal_at)
+        self.local: dict[Marks, int] = {}
+        self.rates: dict[tuple[str, tuple[str, ...], int], tuple[float, float]] = {}
+
+    def _state(self, layout: Layout) -> State:
+        return tuple(layout.factor(s).axes for s in self.spots), layout.partial
+
+    def nbytes(self, marks: Marks) -> int:
+        """Bytes of the largest local tensor."""
+        found = self.local.get(marks)
+        if found is None:
+            pieces = (largest_piece(n, axes, self.mesh.sizes) for n, axes in zip(self.lengths, marks, strict=True))
+            found = self.local[marks] = math.prod(pieces) * self.itemsize
+        return found
+
+    def cost(self, here: State, move: _Move) -> float:
+        split = 0
+        if move.target >= 0:
+            split = largest_piece(self.lengths[move.target], here[0][move.target], self.mesh.sizes)
+        key = (move.kind, move.axes, split)
+        found = self.rates.get(key)
+        if found is None:
+            found = self.rates[key] = rates(*key, self.mesh)
+        return found[0] + found[1] * self.nbytes((move.after if move.kind in LOCAL_KINDS else here)[0])
+
+    def estimate(self, state: State) -> float:
+        """At most what is left to pay.
+
+        Latency: ring steps of the reductions and of the moves that each axis still needs; one permute may be all moves.
+        Bytes, in even pieces, with B here and G at the goal: gathers send what the tensor grows by; and if some axis is
+        to be reduced or moved, (k - 1) / k of a tensor of at least min(B, G) is sent for it.
+        """
+        sizes = self.mesh.sizes
+        reduces, moves, share, pieces = 0, 0, 0.0, 1
+        for i, axes in enumerate(state[0]):
+            for a in axes:
+                pieces *= sizes[a]
+                if self.goal_at.get(a) != i:
+                    moves += sizes[a] - 1
+                    share = max(share, 1 - 1 / sizes[a]) if a in self.goal_at else share
+        for a, op in state[1]:
+            if self.goal_ops.get(a) != op:
+                reduces += sizes[a] - 1
+                moves += 0 if a in self.goal_at else sizes[a] - 1
+                share = max(share, 1 - 1 / sizes[a])
+        steps = reduces + (min(1, moves) if self.relabelings else moves)
+        have = self.total / pieces
+        nbytes = share * min(have, self.goal_bytes) + max(0.0, self.goal_bytes - have)
+        return self.latency * steps + self.each_byte * nbytes
+
+    def moves(self, state: State) -> Iterator[_Move]:
+        marks, partial = state
+        ops = dict(partial)
+        split = {a for axes in marks for a in axes}
+        yield from self._reductions(marks, partial)
+        for i, axes in enumerate(marks):
+            for n in range(1, len(axes) + 1):
+                yield from self._regroupings(marks, partial, i, n)
+        for axis in self.axes:
+            if axis not in ops and axis not in split:
+                for j in self.open:
+                    yield _Move("slice", (axis,), (_with(marks, j, (*marks[j], axis)), partial), target=j)
+                if self.goal_ops.get(axis) == "sum":
+                    yield _Move("zero", (axis,), (marks, tuple(sorted((*partial, (axis, "sum"))))))
+        for moved, names in self.relabelings:
+            if ops.keys().isdisjoint(moved) and not split.isdisjoint(moved):
+                after = tuple(tuple(names.get(a, a) for a in axes) for axes in marks)
+                if after != marks:
+                    yield _Move("permute", moved, (after, partial))
+
+    def _reductions(self, marks: Marks, partial: Partial) -> Iterator[_Move]:
+        """All-reduce over any partial axes of one op; reduce-scatter of one onto any factor."""
+        for op in {op for _, op in partial}:
+            axes = [a for a, o in partial if o == op]
+            for n in range(1, len(axes) + 1):
+                for some in itertools.combinations(axes, n):
+                    rest = tuple(p for p in partial if p[0] not in some)
+                    ordered = tuple(a for a in self.axes if a in some)
+                    yield _Move("all_reduce", ordered, (marks, rest), op=op)
+            for axis in axes:
+                rest = tuple(p for p in partial if p[0] != axis)
+                for j in self.open:
+                    after = _with(marks, j, (*marks[j], axis))
+                    yield _Move("reduce_scatter", (axis,), (after, rest), target=j, op=op)
+
+    def _regroupings(self, marks: Marks, partial: Partial, i: int, n: int) -> Iterator[_Move]:
+        """The last n axes of factor i are gathered, or move to another factor."""
+        kept, last = marks[i][:-n], marks[i][-n:]
+        gathered = _with(marks, i, kept)
+        yield _Move("all_gather", last, (gathered, partial), source=i)
+        for j in self.open:
+            if j != i:
+                after = _with(gathered, j, (*gathered[j], *last))
+                yield _Move("all_to_all", last, (after, partial), source=i, target=j)
+
+    def steps(self, came: dict[State, tuple[State, _Move]]) -> tuple[Step, ...]:
+        moves: list[tuple[State, _Move]] = []
+        here = self.goal
+        while here != self.start:
+            here, move = came[here]
+            moves.append((here, move))
+        return tuple(self._step(state, move) for state, move in reversed(moves))
+
+    def _step(self, state: State, move: _Move) -> Step:
+        source = self.spots[move.source] if move.source >= 0 else None
+        target = self.spots[move.target] if move.target >= 0 else None
+        return Step(move.kind, move.axes, self._layout(state), self._layout(move.after), source, target, move.op)
+
+    def _layout(self, state: State) -> Layout:
+        marks = iter(state[0])
+        dims = tuple(tuple(replace(f, axes=next(marks)) for f in d) for d in self.layout.dims)
+        return Layout(dims, state[1])
 
 
-def _permute(here: Layout, goal: Layout, mesh: Mesh) -> Step | None:
-    """All pieces stay as they are and only change owner: equal cuts, other axes or another order of them."""
-    if here.partial != goal.partial or here == goal:
-        return None
-    axes: list[str] = []
-    for a, b in zip((f for d in here.dims for f in d), (f for d in goal.dims for f in d), strict=True):
-        if [mesh.sizes[x] for x in a.axes] != [mesh.sizes[x] for x in b.axes]:
-            return None
-        if a.axes != b.axes:
-            axes += [x for x in a.axes + b.axes if x not in axes]
-    if here.split_axes != goal.split_axes or not axes:
-        return None
-    return Step("permute", tuple(x for x in mesh.names if x in axes), here, goal)
+def _with(marks: Marks, i: int, axes: tuple[str, ...]) -> Marks:
+    return (*marks[:i], axes, *marks[i + 1 :])
 
 
-def _merged(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Consecutive all-reduces of one op become one over the product of their axes; so do gathers of one factor."""
-    out: list[Step] = []
-    for step in steps:
-        last = out[-1] if out else None
-        if last and last.kind == step.kind == "all_reduce" and last.op == step.op:
-            out[-1] = Step("all_reduce", last.axes + step.axes, last.before, step.after, op=step.op)
-        elif last and last.kind == step.kind == "all_gather" and last.source == step.source:
-            out[-1] = Step("all_gather", step.axes + last.axes, last.before, step.after, source=step.source)
-        else:
-            out.append(step)
-    return tuple(out)
+def _open_factors(start: Marks, goal: Marks, lengths: list[int]) -> tuple[int, ...]:
+    """The factors that may be split on the way: those that either end splits, and the longest of the others."""
+    used = [i for i, both in enumerate(zip(start, goal, strict=True)) if any(both)]
+    spare = sorted((i for i in range(len(start)) if i not in used), key=lambda i: -lengths[i])
+    return tuple(sorted(used + spare[:1]))
+
+
+def _relabelings(axes: tuple[str, ...], sizes: dict[str, int]) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    """Every renaming of axes among those of one size: the axes it moves, and old name -> new name."""
+    for new in itertools.permutations(axes):
+        names = {a: b for a, b in zip(axes, new, strict=True) if a != b}
+        if names and all(sizes[a] == sizes[b] for a, b in names.items()):
+            yield tuple(a for a in axes if a in names), names

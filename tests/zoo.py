@@ -64,19 +64,24 @@ def bare_language(family: str, **settings: Any) -> Entry:
 
 def gpt2() -> Entry:
     x = ids()
-    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes: dict[str, Any] = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "use_cache": False}
+    drop: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformer("GPT2LMHeadModel", "GPT2Config", **TOKENS, **sizes, **drop), {"input_ids": x, "labels": x}
 
 
 def gpt_neox() -> Entry:
-    drop = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    drop: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     return language("GPTNeoX", **drop)
 
 
 def opt() -> Entry:
-    sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"max_position_embeddings": 64, "word_embed_proj_dim": 32, "use_cache": False, "dropout": 0.0}
+    sizes: dict[str, Any] = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more: dict[str, Any] = {
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 32,
+        "use_cache": False,
+        "dropout": 0.0,
+    }
     return bare_language("OPT", **sizes, **more)
 
 
@@ -88,8 +93,8 @@ def bert() -> Entry:
 
 
 def t5() -> Entry:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-    more = {"vocab_size": VOCAB, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0}
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    more: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0}
     model = transformer("T5ForConditionalGeneration", "T5Config", **sizes, **more)
     return model, {"input_ids": ids(), "labels": ids(8)}
 
@@ -100,14 +105,19 @@ def image(family: str, size: int = 32, **settings: Any) -> Entry:
 
 
 def swin() -> Entry:
-    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    drop: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
     return image(
         "Swin", image_size=32, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, **drop
     )
 
 
 def clip() -> Entry:
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text = tower | TOKENS | {"max_position_embeddings": 64}
     vision = tower | {"image_size": 32, "patch_size": 8}
     model = transformer("CLIPModel", "CLIPConfig", text_config=text, vision_config=vision, projection_dim=16)
@@ -116,10 +126,26 @@ def clip() -> Entry:
 
 
 def whisper() -> Entry:
-    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    feed = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 16, "dropout": 0.0}
-    length = {"max_source_positions": 16, "max_target_positions": 32, "use_cache": False, "decoder_start_token_id": 1}
-    quiet = {"suppress_tokens": None, "begin_suppress_tokens": None}
+    sizes: dict[str, Any] = {
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
+    feed: dict[str, Any] = {
+        "d_model": 32,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "num_mel_bins": 16,
+        "dropout": 0.0,
+    }
+    length: dict[str, Any] = {
+        "max_source_positions": 16,
+        "max_target_positions": 32,
+        "use_cache": False,
+        "decoder_start_token_id": 1,
+    }
+    quiet: dict[str, Any] = {"suppress_tokens": None, "begin_suppress_tokens": None}
     settings = TOKENS | sizes | feed | length | quiet
     model = transformer("WhisperForConditionalGeneration", "WhisperConfig", **settings)
     return model, {"input_features": torch.randn(BATCH, 16, 32), "labels": ids(8)}
@@ -130,25 +156,38 @@ def mixtral() -> Entry:
 
 
 def qwen3_moe() -> Entry:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     return language("Qwen3Moe", "batched_mm", **sizes)
 
 
 def deepseek_v3() -> Entry:
-    routing = {
+    routing: dict[str, Any] = {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "n_group": 2,
         "topk_group": 1,
     }
-    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    more = {"first_k_dense_replace": 1, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
+    ranks: dict[str, Any] = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    more: dict[str, Any] = {"first_k_dense_replace": 1, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1}
     return language("DeepseekV3", "batched_mm", **routing, **ranks, **more)
 
 
 def mamba2() -> Entry:
-    sizes = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "n_groups": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "state_size": 4,
+        "num_hidden_layers": 2,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+    }
     return bare_language("Mamba2", **sizes, chunk_size=8, use_cache=False)
 
 

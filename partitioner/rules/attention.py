@@ -12,11 +12,12 @@ import torch
 
 from ...kernels import attention as _registers_the_ops  # noqa: F401
 from .dims import additive, bound, rebound, unit
-from .lead import own_whole
+from .lead import guarded, own_whole
 from .notation import Dims, Local, Rule
 from .split import Call
 from .table import Table, on
 
+aten = torch.ops.aten
 mw = torch.ops.meshwright
 TABLE: Table = {}
 
@@ -30,7 +31,8 @@ _SCORES: Dims = (("b",), ("g", "r"), ("s",), ("t",))
 def _mask(mask: torch.Tensor | None) -> tuple[Dims, ...]:
     if mask is None:
         return ()
-    return (tuple(() if unit(n) else d for n, d in zip(mask.shape, _SCORES, strict=True)),)
+    tail = _SCORES[4 - mask.dim() :]
+    return (tuple(() if unit(n) else d for n, d in zip(mask.shape, tail, strict=True)),)
 
 
 def _heads(a: dict[str, Any]) -> dict[str, int]:
@@ -88,4 +90,30 @@ def attention_backward(call: Call) -> Rule:
         localize=_local_start if a["causal"] else None,
         sizes=_heads(a),
         flops=2.5 * _flops(a),
+    )
+
+
+@on(TABLE, aten._scaled_dot_product_flash_attention_for_cpu.default)
+def fused_for_cpu(call: Call) -> Rule:
+    """As above; its causal rule starts at 0, so a causal call keeps the sequence whole."""
+    a = bound(call)
+    heads = _heads({"q": a["query"], "k": a["key"]})
+    whole = frozenset("tdes" if a["is_causal"] else "tde")
+    return guarded(Rule((_Q, _K, _V, *_mask(a["attn_mask"])), (_OUT, _OUT[:3]), whole=whole, sizes=heads), call)
+
+
+@on(TABLE, aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def fused_for_cpu_backward(call: Call) -> Rule:
+    a = bound(call)
+    shared = {"s": "sum", "r": "sum"}
+    return guarded(
+        Rule(
+            (_OUT, _Q, _K, _V, _OUT, _OUT[:3], *_mask(a["attn_mask"])),
+            (_Q, _K, _V),
+            ({}, shared, shared),
+            whole=frozenset("tdes" if a["is_causal"] else "tde"),
+            linear=additive(call, {0}),
+            sizes=_heads({"q": a["query"], "k": a["key"]}),
+        ),
+        call,
     )

@@ -123,4 +123,4 @@ def grouped_mm_fallback(call: Call) -> Rule:
 def grouped_mm_fallback_backward(call: Call) -> Rule:
     """`t! k, g! k n, g!, t! n -> t! k {n}, g! k n`"""
     (t, k), n = call.operands[0].shape, call.operands[1].shape[2]
-    return rule("t! k, g! k n, g!, t! n -> t! k {n}, g! k n", flops=2 * _flops(t, k, n))
+    return rule("t! k, g! k n, g!, t! n -> t! k {n}, g! k n", linear="3", flops=2 * _flops(t, k, n))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .dims import additive, bound, rebound, whole_rule
-from .lead import empty_call, guarded, outputs_of, own_whole
+from .lead import empty_call, guarded, nothing, outputs_of, own_whole
 from .notation import Dims, Local, Rule
 from .split import Call
 from .table import Table, on
@@ -95,7 +95,7 @@ def convolution_backward(call: Call) -> Rule:
     biased = isinstance(call.outputs[2], torch.Tensor)
 
     def localize(local: Local) -> tuple[Any, tuple, dict]:
-        if biased and 0 in local.in_shape(1) and 0 not in local.in_shape(0):
+        if biased and nothing(local.in_shape(1)) and not nothing(local.in_shape(0)):
             shapes = [local.out_shape(j) if isinstance(call.outputs[j], torch.Tensor) else None for j in (0, 1)]
             return bias_gradient, (local.args[0], shapes), {}
         made = empty_call(call, local)

@@ -149,7 +149,7 @@ def index_put(call: Call) -> Rule:
     if _by_mask(call) or not call.args[1]:
         return whole_rule(call, note="a write by mask reads its values in the mask's order")
     form = Indexing(call.args[0], list(call.args[1]))
-    values, add = call.args[2], len(call.args) > 3 and bool(call.args[3])
+    values, add = call.args[2], bound(call)["accumulate"]
 
     def localize(local: Local) -> Made:
         first = not add or not any(local.start(f) for f in form.index_factors)
@@ -160,7 +160,7 @@ def index_put(call: Call) -> Rule:
             return masked.put_rows, args, {}
         if first:
             return local.target, local.args, local.kwargs
-        return masked.added_only, (local.target, *local.args), local.kwargs
+        return masked.put_added, local.args, local.kwargs
 
     numbers = call.output.dtype != torch.bool
     adds = add and numbers
@@ -218,7 +218,7 @@ def index_add(call: Call) -> Rule:
             return masked.add_rows, (local.args[0], dim, *args, first), {}
         if first:
             return local.target, local.args, local.kwargs
-        return masked.added_only, (local.target, *local.args), local.kwargs
+        return masked.index_added, local.args, local.kwargs
 
     return Rule(
         (own, (("n",),) * ids.dim(), replaced(own, dim, ("n",))),
@@ -254,7 +254,8 @@ def _along(call: Call) -> tuple[int, Dims, Dims, frozenset[str]]:
     own, index_dims = [], []
     whole = set()
     for i, (m, n) in enumerate(zip(x.shape, ids.shape, strict=True)):
-        same = plain(m, n) and all(t.shape[i] == n for t in tensors[2:])
+        sizes = [n, *(t.shape[i] for t in tensors[2:])]
+        same = plain(m, *sizes) and len(set(sizes)) == 1
         if i == dim:
             own.append(("x",))
             index_dims.append(("n",))
@@ -315,7 +316,7 @@ def scatter(call: Call) -> Rule:
             return masked.scatter_rows, args, {}
         if first:
             return local.target, local.args, local.kwargs
-        return masked.added_only, (local.target, *local.args), local.kwargs
+        return masked.scatter_added, local.args, local.kwargs
 
     linear: tuple[frozenset[int], ...] = ()
     if len(call.operands) == 3:
@@ -337,7 +338,7 @@ def _sources(call: Call, dim: int, index_dims: Dims) -> tuple[list[Dims], frozen
     out, whole = [], frozenset()
     for src in call.operands[2:]:
         dims, own = own_whole(src.shape, "r")
-        same = [bool(d) and a == b for d, a, b in zip(dims, src.shape, call.operands[1].shape, strict=True)]
+        same = [plain(a, b) and a == b for a, b in zip(src.shape, call.operands[1].shape, strict=True)]
         dims = tuple(i if ok else d for i, ok, d in zip(index_dims, same, dims, strict=True))
         out.append(dims)
         whole |= frozenset(f for d in dims for f in d) & own
@@ -363,3 +364,13 @@ def embedding_bag(call: Call) -> Rule:
     columns = (rule.inputs[0][0], ("d",))
     out = (rule.outputs[0][0], ("d",)) if rule.outputs[0] else None
     return rule.but(inputs=(columns, *rule.inputs[1:]), outputs=(out, *rule.outputs[1:]), whole=rule.whole - {"i0_1"})
+
+
+@on(TABLE, aten._embedding_bag_backward.default)
+def embedding_bag_backward(call: Call) -> Rule:
+    return whole_rule(call, note="the gradient of embedding_bag")
+
+
+@on(TABLE, aten._unsafe_masked_index.default, aten._unsafe_masked_index_put_accumulate.default)
+def masked_index(call: Call) -> Rule:
+    return whole_rule(call, note="indexing under a mask")

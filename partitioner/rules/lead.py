@@ -18,12 +18,17 @@ def zeros_of(like: torch.Tensor, shapes: Sequence[Any], dtypes: Sequence[Any]) -
     out = tuple(
         None if s is None else torch.zeros(s, dtype=d, device=like.device) for s, d in zip(shapes, dtypes, strict=True)
     )
-    return out if len(out) > 1 else out[0]
+    return out[0] if len(shapes) == 1 else out
+
+
+def nothing(shape: Iterable[Any]) -> bool:
+    """A tensor of this shape is known to be empty."""
+    return any(isinstance(n, int) and n == 0 for n in shape)
 
 
 def empty_call(call: Call, local: Local) -> tuple[Any, tuple, dict] | None:
     """The call of `zeros_of` for a rank one of whose operands is empty, though the whole one is not; else None."""
-    if not any(0 in local.in_shape(i) and 0 not in tuple(t.shape) for i, t in enumerate(call.operands)):
+    if not any(nothing(local.in_shape(i)) and not nothing(t.shape) for i, t in enumerate(call.operands)):
         return None
     tensors = [isinstance(x, torch.Tensor) for x in tree_leaves((call.args, call.kwargs))]
     like = tree_leaves((local.args, local.kwargs))[tensors.index(True)]
@@ -60,9 +65,9 @@ def lead_rule(call: Call, last: int, *linear: Iterable[int]) -> Rule:
     lead = names(call.operands[0].shape)[: call.operands[0].dim() - last]
     whole: frozenset[str] = frozenset()
     sides: tuple[list[Dims], list[Dims]] = ([], [])
-    for side, tensors, tag in ((0, call.operands, "i"), (1, call.outputs, "o")):
+    for side, tensors, tag in zip(sides, (call.operands, call.outputs), "io", strict=True):
         for i, t in enumerate(tensors):
-            end, own = own_whole(t.shape[t.dim() - last :], f"{tag}{i}_") if last else ((), frozenset())
-            sides[side].append(lead + end)
+            end, own = own_whole(t.shape[t.dim() - last :], f"{tag}{i}_")
+            side.append(lead + end)
             whole |= own
     return guarded(Rule(tuple(sides[0]), tuple(sides[1]), whole=whole, linear=additive(call, *linear)), call)

@@ -3,7 +3,6 @@ nothing. Writes go to a copy with one row more, which takes what is not held."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,6 +79,18 @@ def scatter_rows(
     return _kept(room.scatter_add_(dim, rows, source) if add else room.scatter_(dim, rows, source), dim)
 
 
-def added_only(op: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`op(x, ...)`, an op that adds into x, without x: what the ranks but the first give to the sum."""
-    return op(torch.zeros_like(x), *args, **kwargs)
+def put_added(x: torch.Tensor, indices: list[Any], values: torch.Tensor, accumulate: bool = True) -> torch.Tensor:
+    """What an accumulating `index_put` adds to x: the share of the ranks but the first, which adds it to x itself."""
+    return torch.ops.aten.index_put_(torch.zeros_like(x), indices, values, accumulate)
+
+
+def index_added(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
+) -> torch.Tensor:
+    """What `index_add` adds to x."""
+    return torch.zeros_like(x).index_add_(dim, index, source, alpha=alpha)
+
+
+def scatter_added(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    """What `scatter_add` adds to x."""
+    return torch.zeros_like(x).scatter_add_(dim, index, src)

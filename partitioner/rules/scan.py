@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .dims import additive, bound, dim_of, names, rebound, replaced, whole_rule
+from .dims import additive, bound, dim_of, names, plain, rebound, replaced, whole_rule
 from .lead import own_whole
 from .notation import Dims, Local, Rule
 from .split import Call
@@ -25,7 +25,7 @@ def _along(call: Call, *linear: set[int]) -> Rule:
     own = replaced(names(x.shape), dim, ("x",))
     outs: list[Dims] = []
     for out in call.outputs:
-        same = out.dim() == x.dim() and out.shape[dim] == x.shape[dim]
+        same = out.dim() == x.dim() and plain(out.shape[dim], x.shape[dim]) and out.shape[dim] == x.shape[dim]
         kept = own if same else replaced(own, dim, ("y",)) if out.dim() == x.dim() else own[:dim] + own[dim + 1 :]
         outs.append(kept)
     return Rule((own,), tuple(outs), whole=frozenset({"x", "y"}), linear=additive(call, *linear))
