@@ -88,6 +88,7 @@ class Lifted(nn.Module):
         out = torch.func.functional_call(self.program, tied, args, kwargs, tie_weights=True)
         out = self.finish(out, target)
         leaves, spec = pytree.tree_flatten(_as_trees(out))
+        leaves = _unaliased(leaves, tensors)
         self.traced.spec = spec
         self.traced.leaves = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
@@ -122,6 +123,18 @@ def _as_trees(out: Any) -> Any:
 
 def _known(x: Any) -> bool:
     return type(x) in pytree.SUPPORTED_NODES
+
+
+def _unaliased(leaves: list[Any], inputs: tuple[torch.Tensor, ...]) -> list[Any]:
+    """Outputs that are views, inputs, or one tensor twice are copied: else AOT would tie their gradients together."""
+    seen = {id(t) for t in inputs}
+    out = []
+    for x in leaves:
+        if isinstance(x, torch.Tensor):
+            x = x.clone() if id(x) in seen or x._is_view() or isinstance(x, nn.Parameter) else x
+            seen.add(id(x))
+        out.append(x)
+    return out
 
 
 class Recorder(TorchFunctionMode):
@@ -235,6 +248,7 @@ def capture(
     graph, roles = _flat(joint, lifted)
     outputs = _roles_out(joint)
     gm = joint.graph_module
+    _refuse_sparse(graph, outputs, lifted)
     constants = {n.target: getattr(gm, n.target) for n in graph.nodes if n.op == "get_attr"}
     del joint
     if loss is not None:
@@ -262,6 +276,7 @@ def _export(program: nn.Module, lifted: Lifted, tensors: tuple, mode: FakeTensor
         _module_names(program),
         torch.compiler._compile_session_context(),
         mode,
+        torch.backends.mkldnn.flags(enabled=False),
         _swapped(),
         Recorder(),
     ):
@@ -336,6 +351,17 @@ def _flat(joint: Any, lifted: Lifted) -> tuple[fx.Graph, tuple[Role, ...]]:
             "seq": seq,
         } | ({"roles": n.meta["roles"]} if n.op == "output" else {})
     return graph, roles
+
+
+def _refuse_sparse(graph: fx.Graph, outputs: tuple[Role, ...], lifted: Lifted) -> None:
+    out = next(n for n in graph.nodes if n.op == "output")
+    for value, role in zip(out.args[0], outputs, strict=True):
+        val = value.meta.get("val") if isinstance(value, fx.Node) else None
+        if isinstance(val, torch.Tensor) and val.layout != torch.strided:
+            raise CaptureError(
+                f"sparse gradient of {_rename(role, lifted).name!r}: it cannot be sharded or reduced; make the embedding "
+                f"with sparse=False"
+            )
 
 
 def _role(d: Any) -> Role:

@@ -12,6 +12,7 @@ rests (ZeRO), by the stage asked for.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -130,7 +131,7 @@ def _decide_all(graph: Graph, mesh: Mesh, options: Options, decide: Decide, fixe
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         if role.kind == "param":
             draft.params[str(role.name)] = factored.whole(node)
-    _check_batch(graph, mesh)
+    draft.notes += _batch_notes(graph, mesh)
     for axis in sorted(mesh.names, key=lambda a: ORDER.index(_order(mesh, a))):
         if mesh.sizes[axis] > 1 and mesh.role(axis) != "pipeline":
             _AxisProblem(draft, axis, fixed).decide(decide)
@@ -141,21 +142,23 @@ def _order(mesh: Mesh, axis: str) -> str:
     return mesh.role(axis) if mesh.role(axis) in ORDER else "free"
 
 
-def _check_batch(graph: Graph, mesh: Mesh) -> None:
-    """A data axis must find a sample for every rank."""
-    ranks = [mesh.sizes[a] for a in mesh.names if mesh.role(a) == "data"]
+def _batch_notes(graph: Graph, mesh: Mesh) -> list[str]:
+    """A batch too small for its data axes: every rank computes all of it."""
+    axes = [a for a in mesh.names if mesh.role(a) == "data" and mesh.sizes[a] > 1]
+    notes = []
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         at = graph.batch[int(role.name)] if role.kind == "input" else None
-        if at is None or not ranks:
+        if at is None or not axes:
             continue
         n = node.meta["val"].shape[at]
-        if isinstance(n, int) and not never_empty(n, tuple(ranks)):
-            axes = ", ".join(f"{a}={mesh.sizes[a]}" for a in mesh.names if mesh.role(a) == "data")
-            raise PlanError(
-                f"batch {n} cannot be split over {axes}: {graph.input_names[int(role.name)] or 'the first input'} has "
-                f"{tuple(node.meta['val'].shape)} with the batch in dim {at}, which leaves a data rank without a sample. "
-                f"Pass a larger batch, use fewer data ranks, or name the batch dim with batch_dims="
+        if isinstance(n, int) and not never_empty(n, tuple(mesh.sizes[a] for a in axes)):
+            names = ", ".join(f"{a}={mesh.sizes[a]}" for a in axes)
+            name = graph.input_names[int(role.name)] or "the first input"
+            notes.append(
+                f"batch {n} of {name} cannot be split over {names}: some data ranks do the same work. A batch of at least "
+                f"{math.prod(mesh.sizes[a] for a in axes)} uses them all; batch_dims= names the batch dim"
             )
+    return notes
 
 
 class _AxisProblem:
@@ -387,6 +390,9 @@ def _notes_of_whole(draft: Draft) -> list[str]:
             cost = call_seconds(node, draft.factored.shapes[node], draft.split(node), operands, draft.mesh)
             count, total, line = seen.get(note, (0, 0.0, where(node)))
             seen[note] = (count + 1, total + cost, line)
+    late = [n for n in draft.taken if draft.factored.calls[n].depends_on_data]
+    if late:
+        seen["sizes that depend on data"] = (len(late), 0.0, where(late[0]))
     return [
         f"{note}: run whole on every rank, {count} time(s), {total * 1e6:.0f} us a step (first at {line})"
         for note, (count, total, line) in seen.items()

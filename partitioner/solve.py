@@ -50,7 +50,26 @@ class Solution:
 
 def solve(problem: Problem) -> Solution:
     """The values with the least sum."""
-    return _Elimination(problem).run()
+    free = [i for i, u in enumerate(problem.unary) if len(u) > 1]
+    values = [0] * len(problem.unary)
+    found = _Elimination(_only(problem, free)).run()
+    for i, value in zip(free, found.values, strict=True):
+        values[i] = value
+    return Solution(values, objective(problem, values), found.exact)
+
+
+def _only(problem: Problem, free: list[int]) -> Problem:
+    """The problem over the variables that have a choice, the tables of the others folded in."""
+    number = {i: n for n, i in enumerate(free)}
+    out = Problem([problem.unary[i].copy() for i in free])
+    for (i, j), table in problem.pairs.items():
+        if i in number and j in number:
+            out.pair(number[i], number[j], table)
+        elif i in number:
+            out.unary[number[i]] += table[:, 0]
+        elif j in number:
+            out.unary[number[j]] += table[0, :]
+    return out
 
 
 class _Elimination:
@@ -141,7 +160,7 @@ class _Elimination:
             assert joint is not None
             values[v] = int(joint[tuple(values[w] for w in scope)].argmin())
         answer = [values[i] for i in range(len(self.sizes))]
-        return Solution(answer, objective(self.problem, answer), self.exact)
+        return Solution(answer, 0.0, self.exact)
 
 
 def _sum_over(tables: dict[tuple[int, ...], np.ndarray], scope: tuple[int, ...], sizes: list[int]) -> np.ndarray:

@@ -125,6 +125,8 @@ class Choices:
     def of(self, node: fx.Node, taken: dict[Leaf, tuple[str, ...]]) -> list[Choice]:
         """The choices of a call; `taken` are the leaves that earlier axes have split."""
         shape, atoms = self.factored.shapes[node], self.factored.atoms[node]
+        if self.factored.calls[node].depends_on_data:
+            return [None]
         legal = [leaf for leaf in atoms if self._legal(shape, leaf, taken)]
         # partial first: of equal plans, the one that reduces late reduces less
         partial: list[Choice] = [*range(len(shape.rule.linear))]

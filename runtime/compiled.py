@@ -93,11 +93,11 @@ class Compiled:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward, loss, backward, clip, optimizer on the global batch. Returns the global loss, 0-d.
 
-        With an optimizer, gradients are of this step alone. Without one they are added to `.grad` of `parameters()`.
+        Gradients are of this step alone: older ones are dropped. Without an optimizer they are left in `.grad` of
+        `parameters()`. (To add up several batches call the model and `.backward()` on each.)
         """
         runner = self._runner(Request("step", args, kwargs, target))
-        if self.optimizer:
-            self._zero_grad()
+        self._zero_grad()
         (loss,) = runner.run(_tensors((args, kwargs, target)), self._next_step(), self.settings.local_inputs)
         if self.settings.clip_grad_norm is not None:
             clip = self.settings.clip_grad_norm

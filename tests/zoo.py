@@ -165,8 +165,6 @@ def deepseek_v3() -> Entry:
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
-        "n_group": 2,
-        "topk_group": 1,
     }
     ranks: dict[str, Any] = {
         "q_lora_rank": 16,

@@ -48,6 +48,15 @@ class Call:
         return tuple(self.output) if isinstance(self.output, (tuple, list)) else (self.output,)
 
 
+    @cached_property
+    def depends_on_data(self) -> bool:
+        """Whether some size of an operand or output is known only at run time: the call is run whole, as it stands."""
+        tensors = (*self.operands, *(o for o in self.outputs if isinstance(o, torch.Tensor)))
+        return any(not isinstance(n, int) for t in tensors for n in t.shape) or any(
+            isinstance(x, torch.SymInt) for x in tree_iter((self.args, self.kwargs, self.output))
+        )
+
+
 @dataclass(frozen=True)
 class Shape:
     """A rule laid on a call: which leaf each dim of each operand and output is made of."""
@@ -90,7 +99,7 @@ class Split:
     def localize(self, call: Call, args: tuple, kwargs: dict, mesh: Mesh, rank: int) -> tuple[Any, tuple, dict]:
         """The call as this rank makes it: (target, args, kwargs), with `args`, `kwargs` holding local tensors."""
         fn: Callable | None = self.shape.rule.localize
-        if fn is None:
+        if fn is None or call.depends_on_data:
             return call.target, args, kwargs
         return fn(RankLocal(self, call, args, kwargs, mesh, rank))
 

@@ -36,9 +36,7 @@ class Eager:
         return self.model(*args, **kwargs)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """As on a mesh: without an optimizer, gradients add up."""
-        if self.optimizer:
-            self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         loss = loss_of(self.model(*args, **kwargs), self.loss, target)
         loss.backward()
         if self.clip_grad_norm:
