@@ -49,8 +49,8 @@ def compile(
         model: any module; its own parameters are read once and not touched.
         mesh: a `Mesh`, or a `torch.distributed.DeviceMesh` with named dims.
         args, kwargs: an example call, to plan now; otherwise the first call is it. `kwargs["target"]` is the loss's.
-        loss: `callable(output)` or `callable(output, target)`; None when the model returns its own 0-d loss or an output
-            with `.loss`.
+        loss: `callable(output)` or `callable(output, target)`; None when the model returns its own 0-d loss or an
+            output with `.loss`.
         optimizer: from an object with `named_parameters()` and `parameters()` (a rank's shards) to a `torch.optim`
             optimizer.
         zero: ZeRO stage 0, 1, 2, 3, or "auto": the least that fits `memory`.
@@ -89,7 +89,8 @@ def compile(
             graph, made = make_plan(graph, mesh, options)
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
-    compiled = Compiled(model, mesh, comm, device, Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build))
+    settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build)
+    compiled = Compiled(model, mesh, comm, device, settings)
     given = dict(kwargs or {})
     target = given.pop("target", None)
     if (args or given) and not (needs_target(loss) and target is None):

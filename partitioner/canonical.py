@@ -1,7 +1,7 @@
 """Canonical form of a captured graph: random ops that draw by element, and no nodes that do nothing.
 
     start_from_loss    the gradient of the loss is 1
-    place_random_ops   aten.native_dropout, aten.rand, ... -> the functions of kernels/random.py, numbered in program order
+    place_random_ops   aten.native_dropout, aten.rand, ... -> kernels/random.py's functions, numbered in program order
     clean              detach, alias, lift_fresh_copy removed; t(t(x)) is x; dead nodes removed
 """
 

@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
 
 from ..kernels import attention, cross_entropy, rms_norm
@@ -85,7 +86,8 @@ class Lifted(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tied = {name: getattr(self, flat) for flat, name in self.names.items()}
         args, kwargs, target = self.rebuild(tensors)
-        out = torch.func.functional_call(self.program, tied, args, kwargs, tie_weights=True)
+        program: Any = self.program
+        out = torch.func.functional_call(program, tied, args, kwargs, tie_weights=True)
         out = self.finish(out, target)
         leaves, spec = pytree.tree_flatten(_as_trees(out))
         leaves = _unaliased(leaves, tensors)
@@ -308,8 +310,8 @@ def _named_faults(program: nn.Module) -> Iterator[None]:
         kind = "shape" if isinstance(fault, DynamicOutputShapeException) else "branch"
         raise CaptureError(
             f"data-dependent {kind} in forward at {line}: what {type(program).__name__} computes next depends on "
-            f"the values of a tensor, and one graph cannot hold both ways. Write it with torch.where or masks, pass the "
-            f"decision as a python argument, or (mixture of experts in transformers) call "
+            f"the values of a tensor, and one graph cannot hold both ways. Write it with torch.where or masks, pass "
+            f"the decision as a python argument, or (mixture of experts in transformers) call "
             f"model.set_experts_implementation('batched_mm'); nn.Transformer needs tgt_is_causal=True. ({fault})"
         ) from fault
     finally:
@@ -329,7 +331,7 @@ def _line_of(fault: BaseException) -> str:
 def _flat(joint: Any, lifted: Lifted) -> tuple[fx.Graph, tuple[Role, ...]]:
     """The joint graph with one placeholder a tensor and a flat output tuple, and its nodes' meta in our words."""
     graph: fx.Graph = joint.graph_module.graph
-    graph.set_codegen(fx.graph.CodeGen())
+    graph.set_codegen(CodeGen())
     out = next(n for n in graph.nodes if n.op == "output")
     out.meta["roles"] = tuple(_role(d) for d in out.meta["desc"])
     out.args = (tuple(pytree.tree_leaves(out.args[0], is_leaf=lambda x: x is None)),)
@@ -345,8 +347,8 @@ def _flat(joint: Any, lifted: Lifted) -> tuple[fx.Graph, tuple[Role, ...]]:
         val = n.meta.get("val")
         n.meta = {
             "val": val,
-            "module": module or (modules.get(seq, "") if back else ""),
-            "where": line or lines.get(seq, ""),
+            "module": module or (modules.get(seq, "") if back and seq is not None else ""),
+            "where": line or (lines.get(seq, "") if seq is not None else ""),
             "backward": back,
             "seq": seq,
         } | ({"roles": n.meta["roles"]} if n.op == "output" else {})
@@ -359,8 +361,8 @@ def _refuse_sparse(graph: fx.Graph, outputs: tuple[Role, ...], lifted: Lifted) -
         val = value.meta.get("val") if isinstance(value, fx.Node) else None
         if isinstance(val, torch.Tensor) and val.layout != torch.strided:
             raise CaptureError(
-                f"sparse gradient of {_rename(role, lifted).name!r}: it cannot be sharded or reduced; make the embedding "
-                f"with sparse=False"
+                f"sparse gradient of {_rename(role, lifted).name!r}: it cannot be sharded or reduced; make the "
+                f"embedding with sparse=False"
             )
 
 
@@ -405,7 +407,8 @@ def _result(traced: Traced) -> Callable[[list], Any]:
 
 
 def _path_name(path: str) -> str:
-    return path.removeprefix("[0]").removeprefix("[1]").removeprefix("[2]").replace("['", ".").replace("']", "").lstrip(".") or path
+    inner = path.removeprefix("[0]").removeprefix("[1]").removeprefix("[2]")
+    return inner.replace("['", ".").replace("']", "").lstrip(".") or path
 
 
 def _batch(args: tuple, kwargs: dict, given: dict[Any, int | None]) -> tuple[int | None, ...]:
@@ -418,5 +421,5 @@ def _batch(args: tuple, kwargs: dict, given: dict[Any, int | None]) -> tuple[int
                 continue
             first = open_seat and key not in given and t.dim() > 0
             open_seat = open_seat and not first
-            out.append(given[key] if key in given else (0 if first else None))
+            out.append(given.get(key, 0 if first else None))
     return tuple(out)

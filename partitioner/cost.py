@@ -5,6 +5,7 @@
         split  -> whole   all-gather       (k-1) a + b (k-1)/k / B         split -> other split   all-to-all
         sum    -> whole   all-reduce       2 (k-1) a + 2 b (k-1)/k / B     sum   -> split         reduce-scatter
         whole  -> split   slice            b/k / M                         whole -> sum           zeroing, b / M
+        split  -> seen through a window    a + b (most rows a rank sends) / rows / B   (a halo; none of a whole tensor)
 
 a: latency and B: bandwidth of the axis' link, M: memory bandwidth. The same terms as `collective.seconds`.
 """
@@ -18,7 +19,8 @@ import torch.fx as fx
 
 from .mesh import Mesh
 from .rules.split import Shape, Split
-from .strategies import State, is_view
+from .strategies import Seen, State, is_view
+from .window import exchange, most_sent
 
 
 def nbytes(tensor: torch.Tensor) -> int:
@@ -26,8 +28,11 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.element_size() * math.prod(n if isinstance(n, int) else 1 for n in tensor.shape)
 
 
-def reshard_seconds(have: State, want: State, size: float, mesh: Mesh, axis: str) -> float:
+def reshard_seconds(have: State, want: State | Seen, size: float, mesh: Mesh, axis: str) -> float:
     """Seconds to bring a tensor of `size` bytes (as it is when whole on `axis`) from one state to another."""
+    if isinstance(want, Seen):
+        halo = _halo_seconds(want, size, mesh, axis) if have is not None else 0.0
+        return reshard_seconds(have, want.spot, size, mesh, axis) + halo
     if have == want:
         return 0.0
     k, link, memory = mesh.sizes[axis], mesh.link[axis], mesh.device.memory_bandwidth
@@ -41,6 +46,12 @@ def reshard_seconds(have: State, want: State, size: float, mesh: Mesh, axis: str
     if have is None:
         return size / k / memory
     return steps + (wire / k if want is not None else wire)
+
+
+def _halo_seconds(seen: Seen, size: float, mesh: Mesh, axis: str) -> float:
+    """Seconds of the rows that neighbours send, each rank of the axis holding its own piece."""
+    rows = most_sent(exchange(seen.own, seen.size, seen.through, (mesh.sizes[axis],)))
+    return mesh.link[axis].latency + size * rows / max(1, seen.size) / mesh.link[axis].bandwidth if rows else 0.0
 
 
 def call_seconds(node: fx.Node, shape: Shape, split: Split, operands: list[torch.Tensor], mesh: Mesh) -> float:

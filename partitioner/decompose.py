@@ -1,7 +1,7 @@
 """Replace calls by simpler ops, so that a factor which the op needs whole can be split.
 
-A rule's `decompose` names, per factor, a function of the op's own arguments that computes the same by ops whose rules do
-split it: a softmax over a split dim becomes a partial maximum, a partial sum and pointwise ops between them.
+A rule's `decompose` names, per factor, a function of the op's own arguments that computes the same by ops whose rules
+do split it: a softmax over a split dim becomes a partial maximum, a partial sum and pointwise ops between them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _rewire(graph: fx.Graph, node: fx.Node, outputs: Any) -> None:
     else:
         for user in list(node.users):
             assert is_getitem(user)
-            replacement = outputs[user.args[1]]
+            replacement = outputs[int(user.args[1])]  # type: ignore[arg-type]
             if replacement is not None:
                 user.replace_all_uses_with(replacement)
             graph.erase_node(user)

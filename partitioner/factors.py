@@ -268,7 +268,8 @@ def _settle(node: fx.Node, one: _Laid, out: Factored) -> None:
 
     def dims_of(dims: Dims, own: list[list[int]]) -> LeafDims:
         return tuple(
-            _labels(names, atoms, leaves, out.sizes) or tuple((None, out.sizes.size(a)) for a in out.sizes.leaves(atoms))
+            _labels(names, atoms, leaves, out.sizes)
+            or tuple((None, out.sizes.size(a)) for a in out.sizes.leaves(atoms))
             for names, atoms in zip(dims, own, strict=True)
         )
 

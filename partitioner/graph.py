@@ -1,8 +1,9 @@
 """The captured program: one flat ATen graph of forward, loss and backward, and what its inputs and outputs are.
 
-The graph is a plain `torch.fx.Graph` with a flat calling convention: every placeholder is one tensor (or the step number),
-the output is one tuple. Each node carries in its meta `val` (a fake tensor), `module` (the fully qualified name of the
-module that made it), `where` (the user's source line) and `backward` (whether it belongs to the backward pass).
+The graph is a plain `torch.fx.Graph` with a flat calling convention: every placeholder is one tensor (or the step
+number), the output is one tuple. Each node carries in its meta `val` (a fake tensor), `module` (the fully qualified
+name of the module that made it), `where` (the user's source line) and `backward` (whether it belongs to the backward
+pass).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Graph:
         result: a function from the list of output tensors to what the model returns.
         input_names: per tensor of the call its path ("x", "batch.ids"), for messages and the plan.
         batch: per tensor of the call the dim that is its batch, or None.
+        factored: the factors of its dims (`factors.Factored`), once the planner has worked them out.
     """
 
     fx: fx.Graph
@@ -55,6 +57,7 @@ class Graph:
     input_names: tuple[str, ...] = ()
     batch: tuple[int | None, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    factored: Any = field(default=None, repr=False, compare=False)
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -73,7 +76,7 @@ class Graph:
         twin, seen = fx.Graph(), {}
         out = twin.graph_copy(self.fx, seen)
         twin.output(out)
-        return replace(self, fx=twin)
+        return replace(self, fx=twin, factored=None)
 
     def calls(self) -> Iterator[fx.Node]:
         """The nodes that compute; getitem only names one output of its producer and is left out."""

@@ -9,6 +9,9 @@ max, min) over some axes: the true value is the reduction over the ranks of thos
 A factor of size n over k ranks is cut as `torch.chunk` cuts: pieces of ceil(n / k), the last ones shorter or empty;
 further axes cut each piece again. A rank's local tensor is the row-major product of its pieces, so splitting a minor
 factor (the heads of a packed q, k, v) is as ordinary as splitting a whole dim.
+
+    [8, 3, 17:cp~k3s2p1, 9]      dim 2 seen through a window: of its 17 rows a rank holds those that its piece of the
+                                 dim which the window makes is made from (`window.py`); pieces then overlap
 """
 
 from __future__ import annotations
@@ -21,19 +24,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .window import Through, chunk
+
 if TYPE_CHECKING:
     from .mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One named size of a dim, and the mesh axes that split it, outermost first."""
+    """One named size of a dim, and the mesh axes that split it, outermost first.
+
+    `through`: the axes cut another dim, and a rank holds the rows that its piece of that needs.
+    """
 
     size: int
     axes: tuple[str, ...] = ()
+    through: Through | None = None
 
     def __str__(self) -> str:
-        return str(self.size) + (":" + "+".join(self.axes) if self.axes else "")
+        return str(self.size) + (":" + "+".join(self.axes) + str(self.through or "") if self.axes else "")
+
+    def piece(self, cuts: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+        """(start, length) of a rank's rows; `cuts` are (ranks, index) of the axes."""
+        if self.through is None:
+            return piece(self.size, cuts)
+        return self.through.piece(self.size, *piece(self.through.cut, cuts))
 
 
 Spot = tuple[int, int]
@@ -109,19 +124,14 @@ def whole(shape: tuple[int, ...] | torch.Size) -> Layout:
 @lru_cache(maxsize=65536)
 def piece(size: int, cuts: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     """(start, length) of a rank's piece of a factor; `cuts` are (ranks, index) of its axes, outermost first."""
-    start, length = 0, size
-    for ranks, index in cuts:
-        chunk = -(-length // ranks)
-        low = min(index * chunk, length)
-        start, length = start + low, min(low + chunk, length) - low
-    return start, length
+    return chunk(size, cuts)
 
 
 def local_pieces(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Per dim and factor, this rank's (start, length) within the factor."""
     coord, sizes = mesh.coord(rank), mesh.sizes
     return tuple(
-        tuple(piece(f.size, tuple((sizes[a], coord[a]) for a in f.axes)) for f in dim) for dim in layout.dims
+        tuple(f.piece(tuple((sizes[a], coord[a]) for a in f.axes)) for f in dim) for dim in layout.dims
     )
 
 
@@ -156,10 +166,7 @@ def assemble(parts: list[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Ten
     reduce = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     for values in _partial_coords(layout, mesh):
         one = _put_together(parts, layout, mesh, values)
-        if total is None:
-            total = one
-        else:
-            total = reduce[layout.partial[0][1]](total, one)
+        total = one if total is None else reduce[layout.partial[0][1]](total, one)
     assert total is not None
     return total
 

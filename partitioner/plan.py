@@ -86,9 +86,11 @@ class Plan:
             body = json.loads(text)
             axes = body["mesh"]
         except (ValueError, KeyError, TypeError) as fault:
-            raise PlanError(f"this is no saved plan ({fault}); save one with open(path, 'w').write(plan.to_text())") from fault
+            way_out = "save one with open(path, 'w').write(plan.to_text())"
+            raise PlanError(f"this is no saved plan ({fault}); {way_out}") from fault
         if axes != dict(mesh.axes):
-            raise PlanError(f"the plan was made for the mesh {axes}, this is {dict(mesh.axes)}; plan again without plan=")
+            here = dict(mesh.axes)
+            raise PlanError(f"the plan was made for the mesh {axes}, this is {here}; plan again without plan=")
         return cls(
             mesh,
             {name: {a: _choice_of(c) for a, c in by.items()} for name, by in body["choices"].items()},

@@ -100,7 +100,7 @@ def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide = exact
         draft = _decide_all(graph, mesh, options, decide, fixed)
         names = tuple(n.name for n in draft.taken if _needs_decomposing(draft, n))
         if not names:
-            return graph, _finished(draft, done)
+            return replace(graph, factored=draft.factored), _finished(draft, done)
         keep = {n.name: by for n, by in draft.taken.items() if n.name not in names}
         graph = decompose_calls(graph, names, draft.factored)
         fixed, done = keep, done + names
@@ -112,11 +112,12 @@ def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Grap
     names = {n.name for n in graph.calls()}
     missing = sorted(names ^ set(plan.choices))
     if missing:
-        raise PlanError(f"the plan is of another program: {len(missing)} calls differ, such as {missing[:3]}; plan again")
+        some = f"{len(missing)} calls differ, such as {missing[:3]}"
+        raise PlanError(f"the plan is of another program: {some}; plan again")
     draft = _decide_all(graph, mesh, options, exactly, {k: dict(v) for k, v in plan.choices.items()})
     draft.params |= dict(plan.resting)
     made = _finished(draft, plan.decomposed)
-    return graph, replace(made, resting=plan.resting, zero=plan.zero)
+    return replace(graph, factored=draft.factored), replace(made, resting=plan.resting, zero=plan.zero)
 
 
 def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
@@ -155,8 +156,8 @@ def _batch_notes(graph: Graph, mesh: Mesh) -> list[str]:
             names = ", ".join(f"{a}={mesh.sizes[a]}" for a in axes)
             name = graph.input_names[int(role.name)] or "the first input"
             notes.append(
-                f"batch {n} of {name} cannot be split over {names}: some data ranks do the same work. A batch of at least "
-                f"{math.prod(mesh.sizes[a] for a in axes)} uses them all; batch_dims= names the batch dim"
+                f"batch {n} of {name} cannot be split over {names}: some data ranks do the same work. A batch of at "
+                f"least {math.prod(mesh.sizes[a] for a in axes)} uses them all; batch_dims= names the batch dim"
             )
     return notes
 
@@ -219,9 +220,10 @@ class _AxisProblem:
                 continue
             wanted = _pinned_state(text, self.axis, self.draft.factored.whole(node))
             if wanted not in states:
+                legal = _spots_text(states, self.draft.factored.whole(node), self.axis)
                 raise PlanError(
-                    f"the pin {pattern!r}: {text!r} cannot hold for {name} of shape {tuple(node.meta['val'].shape)} on axis "
-                    f"{self.axis}={self.mesh.sizes[self.axis]}: legal there are {_spots_text(states, self.draft.factored.whole(node), self.axis)}"
+                    f"the pin {pattern!r}: {text!r} cannot hold for {name} of shape {tuple(node.meta['val'].shape)} on "
+                    f"axis {self.axis}={self.mesh.sizes[self.axis]}: legal there are {legal}"
                 )
             return [wanted]
         return states
@@ -250,7 +252,10 @@ class _AxisProblem:
             wanted = _pinned_state(text, self.axis, self.draft.factored.whole(node))
             kept = [c for c in self.legal.of(node, {}) if output_state(shape, 0, c) == wanted]
             if not kept:
-                raise PlanError(f"the pin {pattern!r}: {text!r} cannot hold on axis {self.axis}: {node.name} ({node.target}) at {where(node)} has no such split")
+                raise PlanError(
+                    f"the pin {pattern!r}: {text!r} cannot hold on axis {self.axis}: {node.name} ({node.target}) at "
+                    f"{where(node)} has no such split"
+                )
             return kept
         return choices
 
@@ -267,7 +272,7 @@ class _AxisProblem:
         if producer.op == "placeholder":
             return i, self.choices[i]
         shape = self.draft.factored.shapes[producer]
-        return i, [output_state(shape, output, c) for c in self.choices[i]]
+        return i, [output_state(shape, output, c) for c in self.choices[i]]  # type: ignore[arg-type]
 
     def _edges(self, node: fx.Node) -> None:
         shape, i = self.draft.factored.shapes[node], self.number[node]
@@ -282,7 +287,7 @@ class _AxisProblem:
         graph = self.draft.graph
         params = {r.name: n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param"}
         for value, role in zip(graph.output_values, graph.outputs, strict=True):
-            given = self._given(value) if is_tensor(value) else None
+            given = self._given(value) if value is not None and is_tensor(value) else None
             if given is None or value is None:
                 continue
             if role.kind == "grad":
@@ -296,7 +301,7 @@ class _AxisProblem:
         producer, output = (value.args[0], value.args[1]) if is_getitem(value) else (value, 0)
         shards = 1
         if producer in self.draft.taken:
-            layout = self.draft.split(producer).output_layout(output)
+            layout = self.draft.split(producer).output_layout(output)  # type: ignore[arg-type]
             for a in layout.split_axes if layout else ():
                 shards *= self.mesh.sizes[a]
         return nbytes(value.meta["val"]) / shards
@@ -313,7 +318,8 @@ class _AxisProblem:
             roles = dict(zip(self.draft.graph.placeholders, self.draft.graph.inputs, strict=True))
             name = str(roles[node].name)
             layout = self.draft.params[name]
-            self.draft.params[name] = layout.with_axes(state, _in_order(self.mesh, (*layout.factor(state).axes, self.axis)))
+            axes = _in_order(self.mesh, (*layout.factor(state).axes, self.axis))
+            self.draft.params[name] = layout.with_axes(state, axes)
 
     def _record(self, values: list[int]) -> None:
         """For every call with a choice, what each would have cost with all others as decided."""
@@ -330,8 +336,8 @@ class _AxisProblem:
         used = any(isinstance(self.choices[i][values[i]], tuple) for i in self.number.values())
         if not used:
             self.draft.notes.append(
-                f"axis {self.axis}={self.mesh.sizes[self.axis]} ({self.legal.role}) splits nothing: every rank of it does "
-                f"the same work"
+                f"axis {self.axis}={self.mesh.sizes[self.axis]} ({self.legal.role}) splits nothing: every rank of it "
+                f"does the same work"
             )
 
 
@@ -361,8 +367,9 @@ def _spots_text(states: list[State], layout: Layout, axis: str) -> str:
 
 def _finished(draft: Draft, decomposed: tuple[str, ...]) -> Plan:
     zero, resting, notes = resting_layouts(draft.params, draft.graph, draft.mesh, draft.options)
+    shapes = draft.factored.shapes
     compute = sum(
-        call_seconds(n, draft.factored.shapes[n], draft.split(n), [o.meta["val"] for o in tensor_operands(n)], draft.mesh)
+        call_seconds(n, shapes[n], draft.split(n), [o.meta["val"] for o in tensor_operands(n)], draft.mesh)
         for n in draft.taken
     )
     modules = {n.name: (n.meta.get("module", ""), str(n.target), n.meta.get("where", "")) for n in draft.taken}

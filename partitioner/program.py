@@ -44,7 +44,7 @@ class Program:
         paused: indices of the outputs handed out at the pause of an "autograd" program, in order.
         tangents: of those outputs, the indices that backward wants a gradient of, in order.
         rank_graph: the graph of one rank.
-        dumps: the text of the program after each pass, by the pass' name.
+        dumps: makes the text of the program after each pass, by the pass' name.
         actions: per rank what the schedule walks; one forward and backward until there are stages.
     """
 
@@ -58,7 +58,7 @@ class Program:
     rank_graph: Callable[[int], fx.Graph]
     paused: tuple[int, ...] = ()
     tangents: tuple[int, ...] = ()
-    dumps: Mapping[str, str] = field(default_factory=dict, repr=False)
+    dumps: Callable[[], Mapping[str, str]] = field(default=dict, repr=False)
     actions: tuple[tuple[str, ...], ...] = (("F0", "B0"),)
 
     @property

@@ -44,7 +44,8 @@ def resting_layouts(
     axes = shard_axes(mesh)
     stage = options.zero if isinstance(options.zero, int) else _fitting_stage(working, mesh, options)
     if not axes:
-        return 0, dict(working), [f"zero={stage} has no data axis to shard over"] if stage and options.zero != "auto" else []
+        asked = stage and options.zero != "auto"
+        return 0, dict(working), [f"zero={stage} has no data axis to shard over"] if asked else []
     out, kept = {}, []
     for name, layout in working.items():
         pinned = next((t for p, t in options.pin.items() if fnmatch.fnmatchcase(name, p)), None)
@@ -55,8 +56,10 @@ def resting_layouts(
                 kept.append(name)
     notes = []
     if kept and stage:
-        total = sum(nbytes(n.meta["val"]) for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.name in kept)
-        notes.append(f"zero={stage}: {len(kept)} parameters too small to shard rest whole ({total} bytes), such as {kept[0]}")
+        inputs = zip(graph.placeholders, graph.inputs, strict=True)
+        total = sum(nbytes(n.meta["val"]) for n, r in inputs if r.name in kept)
+        small = f"{len(kept)} parameters too small to shard rest whole ({total} bytes), such as {kept[0]}"
+        notes.append(f"zero={stage}: {small}")
     return stage, out, notes
 
 
@@ -102,7 +105,10 @@ def _pin(name: str, layout: Layout, text: str, axes: tuple[str, ...], mesh: Mesh
                 spot = (i, j if len(dim) == len(layout.dims[i]) else 0)
                 wanted = (*layout.factor(spot).axes, a)
                 if not never_empty(layout.factor(spot).size, tuple(mesh.sizes[x] for x in wanted)):
-                    raise PlanError(f"the pin {text!r} cannot hold for {name}: {layout.factor(spot)} over {a}={mesh.sizes[a]} leaves a rank empty")
+                    raise PlanError(
+                        f"the pin {text!r} cannot hold for {name}: {layout.factor(spot)} over {a}={mesh.sizes[a]} "
+                        f"leaves a rank empty"
+                    )
                 layout = layout.with_axes(spot, wanted)
     return layout
 

@@ -119,6 +119,7 @@ class _Elimination:
                 heapq.heappush(heap, (now, v))
                 continue
             if weight > LIMIT:
+                heapq.heappush(heap, (weight, v))  # another may be fixed; this one stays to be eliminated
                 v = max(self.tables, key=lambda w: (len(self._neighbours(w)), -w))
                 touched = self._fix(v)
             else:

@@ -5,11 +5,14 @@ A *choice* of a call on an axis is
     an int k                 run on partial sums: alternative k of the rule's `linear`
     None                     run whole: every rank of the axis does the same
 The *state* of a tensor on an axis is a Spot (that factor is split), "sum" | "max" | "min" (partial), or None (whole).
+What a call needs may also be a `Seen`: that factor split, and beside its own piece the rows that a window needs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -19,16 +22,33 @@ from .graph import Graph, is_tensor, tensor_operands
 from .layout import Spot, piece
 from .mesh import Mesh
 from .rules.split import Leaf, LeafDims, Shape
+from .window import Through
 
 Choice = Leaf | int | None
 State = Spot | str | None
 
 
-def input_state(shape: Shape, operand: int, choice: Choice) -> State:
+class Seen(NamedTuple):
+    """A dim of `size`, split in (parts, rows of a part) as `own` says, seen through a window."""
+
+    spot: Spot
+    through: Through
+    own: tuple[int, int]
+    size: int
+
+
+def input_state(shape: Shape, operand: int, choice: Choice) -> State | Seen:
     """The state a call needs of an operand."""
     if isinstance(choice, int):
         return "sum" if operand in shape.rule.linear[choice] else None
-    return _spot(shape.inputs[operand], choice) if choice else None
+    if not choice:
+        return None
+    for (k, dim), (factor, _) in shape.rule.windows.items():
+        if k == operand and factor == choice[0] and (through := shape.through(operand, dim)):
+            sizes = [n for _, n in shape.inputs[operand][dim]]
+            size = math.prod(sizes)
+            return Seen((dim, 0), through, (sizes[0], size // max(1, sizes[0])), size)
+    return _spot(shape.inputs[operand], choice)
 
 
 def output_state(shape: Shape, output: int, choice: Choice) -> State:
@@ -84,7 +104,21 @@ def marked_atoms(graph: Graph, factored: Factored) -> Marked:
             sequence |= set(dims[after]) if after is not None else set()
         if role.kind == "param" and val.dim() >= 3 and _is_stacked(node):
             experts |= set(dims[0])
+    sequence |= _through_windows(graph, factored, sequence)
     return Marked(frozenset(batch), frozenset(sequence - batch), frozenset(experts - batch))
+
+
+def _through_windows(graph: Graph, factored: Factored, atoms: set[int]) -> set[int]:
+    """The atoms of factors whose windows see one of these atoms, and of factors whose windows see those."""
+    found, before = set(atoms), -1
+    while len(found) > before:
+        before = len(found)
+        for node in graph.calls():
+            operands = tensor_operands(node)
+            for (k, dim), (factor, _) in factored.shapes[node].rule.windows.items():
+                if not found.isdisjoint(factored.dims[operands[k]][dim]):
+                    found |= {atom for leaf, atom in factored.atoms[node].items() if leaf[0] == factor}
+    return found
 
 
 def _sequence_dim(val: torch.Tensor, batch: int) -> int | None:
@@ -96,6 +130,9 @@ def _sequence_dim(val: torch.Tensor, batch: int) -> int | None:
     return None
 
 
+_LOOKS = ("transpose", "permute", "view", "unsqueeze", ".t.", "expand")
+
+
 def _is_stacked(param: fx.Node) -> bool:
     seen, todo = set(), [param]
     while todo:
@@ -104,7 +141,7 @@ def _is_stacked(param: fx.Node) -> bool:
             name = str(user.target)
             if any(word in name for word in ("bmm", "index", "grouped_mm")):
                 return True
-            if user not in seen and any(w in name for w in ("transpose", "permute", "view", "unsqueeze", ".t.", "expand")):
+            if user not in seen and any(w in name for w in _LOOKS):
                 seen.add(user)
                 todo.append(user)
     return False
@@ -159,7 +196,8 @@ class Choices:
 
 def _weights(graph: Graph) -> dict[fx.Node, tuple[int, ...]]:
     """Per call the operands that are a parameter of two or more dims, seen through views."""
-    views = {n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param" and n.meta["val"].dim() > 1}
+    inputs = zip(graph.placeholders, graph.inputs, strict=True)
+    views = {n for n, r in inputs if r.kind == "param" and n.meta["val"].dim() > 1}
     out: dict[fx.Node, tuple[int, ...]] = {}
     for node in graph.calls():
         operands = tensor_operands(node)
@@ -171,10 +209,13 @@ def _weights(graph: Graph) -> dict[fx.Node, tuple[int, ...]]:
     return out
 
 
+_aten = torch.ops.aten
 VIEW_OPS = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "_to_copy")
-)
+    (
+        _aten.view, _aten._unsafe_view, _aten.reshape, _aten.t, _aten.transpose, _aten.permute, _aten.expand,
+        _aten.unsqueeze, _aten.squeeze, _aten._to_copy,
+    )
+)  # fmt: skip
 """Ops of one tensor that only look at it differently (a cast counts: it is joined to the weight it casts)."""
 
 

@@ -1,7 +1,7 @@
 """What passes hand on: a mesh-wide graph with the layout of every tensor in it.
 
-A pass is a function from a `Draft` to a `Draft`; it may edit the graph in place and must give every tensor node it makes
-a layout. `laws.check` runs after each.
+A pass is a function from a `Draft` to a `Draft`; it may edit the graph in place and must give every tensor node it
+makes a layout. `laws.check` runs after each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Draft:
 
 def start(graph: Graph, plan: Plan, form: str, local_inputs: bool) -> Draft:
     """The draft of a fresh graph: every call split as the plan says, every tensor with the layout that follows."""
-    factored = factor_graph(graph)
+    factored = graph.factored or factor_graph(graph)
     draft = Draft(graph, plan, form, factored)
     for node in graph.calls():
         split = split_of(factored, plan.mesh, node, plan.choices.get(node.name, {}))

@@ -29,7 +29,8 @@ def _line(draft: Draft, node: fx.Node, lines: bool) -> str:
     if is_tensor(node):
         val = node.meta["val"]
         dtype = _SHORT.get(val.dtype, str(val.dtype).removeprefix("torch."))
-        left += f": {dtype}{[int(n) if isinstance(n, int) else str(n) for n in val.shape]} {draft.layouts.get(node, '')}"
+        shape = [int(n) if isinstance(n, int) else str(n) for n in val.shape]
+        left += f": {dtype}{shape} {draft.layouts.get(node, '')}"
     if node.op in ("placeholder", "get_attr"):
         return f"{left} = {node.op}"
     name = getattr(node.target, "__name__", str(node.target)) if callable(node.target) else str(node.target)

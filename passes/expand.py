@@ -29,7 +29,7 @@ def _expand(draft: Draft, node: fx.Node) -> None:
     here = value
     for step in path(before, after, draft.mesh, node.meta["val"].element_size()):  # type: ignore[arg-type]
         with draft.graph.fx.inserting_before(node):
-            new = draft.graph.fx.call_function(primitive, (here, step))
+            new = draft.graph.fx.call_function(primitive, (here, step))  # type: ignore[arg-type]
         new.meta = dict(node.meta)
         draft.layouts[new] = step.after
         here = new

@@ -41,7 +41,8 @@ def check(draft: Draft, after: str) -> None:
 
 def _broken(law: str, after: str, node: fx.Node, why: str) -> LawError:
     around = [n.format_node() for n in (node.prev, node, node.next) if n.op != "root"]
-    return LawError(f"law {law} broken after pass {after} at {node.name} ({where(node)}): {why}\n  " + "\n  ".join(map(str, around)))
+    head = f"law {law} broken after pass {after} at {node.name} ({where(node)}): {why}"
+    return LawError("\n  ".join([head, *map(str, around)]))
 
 
 def _layouts_agree(draft: Draft, after: str) -> None:
@@ -68,7 +69,8 @@ def _primitives_chain(draft: Draft, after: str) -> None:
             pairs = list(zip(node.args[1:], node.args[0], strict=True))
         for value, step in pairs:
             if draft.layouts[value] != step.before:
-                raise _broken("primitives-chain", after, node, f"{value.name} is {draft.layouts[value]}, step from {step.before}")
+                why = f"{value.name} is {draft.layouts[value]}, step from {step.before}"
+                raise _broken("primitives-chain", after, node, why)
 
 
 def _one_wait(draft: Draft, after: str) -> None:
@@ -104,10 +106,11 @@ def check_local_shapes(draft: Draft, graph: fx.Graph, rank: int) -> None:
         return
     wide = {n.name: n for n in draft.graph.fx.nodes}
     env: dict[fx.Node, Any] = {}
+    known: dict[Any, Any] = {}
     with mode, torch.no_grad():
         for node in graph.nodes:
             of = wide.get(node.meta.get("of", node.name))
-            env[node] = _fake_run(draft, node, of, env, rank)
+            env[node] = _fake_run(draft, node, of, env, rank, known)
             layout = draft.layouts.get(of) if of is not None else None
             if layout is not None and isinstance(env[node], torch.Tensor):
                 _same_shape(draft, of, env[node], local_shape(layout, draft.mesh, rank), rank)
@@ -118,10 +121,14 @@ def _same_shape(draft: Draft, node: Any, value: torch.Tensor, want: tuple[int, .
         return
     if tuple(value.shape) != want or value.dtype != node.meta["val"].dtype:
         got = f"{tuple(value.shape)} {value.dtype}"
-        raise _broken("local-shapes", "localize", node, f"on rank {rank} it is {got}, by {draft.layouts[node]} it is {want}")
+        why = f"on rank {rank} it is {got}, by {draft.layouts[node]} it is {want}"
+        raise _broken("local-shapes", "localize", node, why)
 
 
-def _fake_run(draft: Draft, node: fx.Node, of: Any, env: dict[fx.Node, Any], rank: int) -> Any:
+def _fake_run(
+    draft: Draft, node: fx.Node, of: Any, env: dict[fx.Node, Any], rank: int, known: dict[Any, Any]
+) -> Any:
+    """A node's value on fake tensors; `known` holds the results of equal calls, of which layers have many."""
     if node.op in ("placeholder", "get_attr"):
         val = of.meta["val"]
         if not isinstance(val, torch.Tensor):
@@ -137,7 +144,21 @@ def _fake_run(draft: Draft, node: fx.Node, of: Any, env: dict[fx.Node, Any], ran
     if node.target is operator.getitem:
         return args[0][args[1]]
     kwargs = tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, dict(node.kwargs))
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    key = (node.target, _key(args), _key(kwargs))
+    if key not in known:
+        known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[key]
+
+
+def _key(x: Any) -> Any:
+    """What the shape of a result depends on."""
+    if isinstance(x, torch.Tensor):
+        return (tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype)
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_key, x))
+    if isinstance(x, dict):
+        return tuple((k, _key(v)) for k, v in x.items())
+    return (type(x), str(x))
 
 
 def _tangents(draft: Draft) -> list[fx.Node]:

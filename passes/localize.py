@@ -26,7 +26,7 @@ def rank_graph(draft: Draft, rank: int) -> fx.Graph:
     for node in draft.graph.fx.nodes:
         env[node] = _place(draft, node, rank, out, env)
         if isinstance(env[node], fx.Node):
-            env[node].meta = {"where": node.meta.get("where", ""), "module": node.meta.get("module", ""), "of": node.name}
+            env[node].meta = {k: node.meta.get(k, "") for k in ("where", "module")} | {"of": node.name}
     out.lint()
     return out
 
@@ -42,7 +42,8 @@ def _place(draft: Draft, node: fx.Node, rank: int, out: fx.Graph, env: dict[fx.N
     args, kwargs = tree_map(mine, node.args), tree_map(mine, dict(node.kwargs))
     if node.target is start:
         transfers = tuple(transfer_of(s, draft.mesh, rank) for s in node.args[0])  # type: ignore[union-attr]
-        return out.create_node("call_function", start, (transfers, *args[1:]), kwargs, name=node.name)
+        given: Any = (transfers, *args[1:])
+        return out.create_node("call_function", start, given, kwargs, name=node.name)
     target: Any = node.target
     if node in draft.splits:
         target, args, kwargs = draft.splits[node].localize(draft.factored.calls[node], args, kwargs, draft.mesh, rank)
@@ -53,7 +54,8 @@ def _local_step(draft: Draft, node: fx.Node, rank: int, out: fx.Graph, env: dict
     step: Any = node.args[1]
     value = env[node.args[0]]  # type: ignore[index]
     if step.kind == "slice":
-        return out.create_node("call_function", local_slice, (value, *slice_args(step, draft.mesh, rank)), name=node.name)
+        args = (value, *slice_args(step, draft.mesh, rank))
+        return out.create_node("call_function", local_slice, args, name=node.name)
     keeps = is_first(step, draft.mesh, rank)
     return out.create_node("call_function", zero_unless_first, (value, keeps), name=node.name)
 

@@ -10,7 +10,7 @@ then, a rank at a time and only when asked for, `localize.rank_graph`          (
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.fx as fx
@@ -43,17 +43,26 @@ def lower(
     Raises:
         LawError: a pass broke a law: a defect of the compiler.
     """
-    draft = start(graph.copy(), plan, form, local_inputs)
-    dumps = {"0_captured": dump.text(draft)}
-    for i, run in enumerate(PASSES, 1):
+    captured = graph.copy()
+    draft = start(graph, plan, form, local_inputs)
+    for run in PASSES:
         draft = run(draft)
         laws.check(draft, run.__name__)
-        dumps[f"{i}_{run.__name__}"] = dump.text(draft)
-    return _program(graph, draft, dumps, device)
+    return _program(captured, draft, device)
 
 
-def _program(captured: Graph, draft: Draft, dumps: dict[str, str], device: torch.device) -> Program:
-    @lru_cache(maxsize=None)
+def dumps(captured: Graph, plan: Plan, form: str) -> dict[str, str]:
+    """The program's text as captured and after each pass, by running them again on a copy."""
+    draft = start(captured.copy(), plan, form, False)
+    out = {"0_captured": dump.text(draft)}
+    for i, run in enumerate(PASSES, 1):
+        draft = run(draft)
+        out[f"{i}_{run.__name__}"] = dump.text(draft)
+    return out
+
+
+def _program(captured: Graph, draft: Draft, device: torch.device) -> Program:
+    @cache
     def of_rank(rank: int) -> fx.Graph:
         made = rank_graph(draft, rank)
         laws.check_local_shapes(draft, made, rank)
@@ -70,5 +79,5 @@ def _program(captured: Graph, draft: Draft, dumps: dict[str, str], device: torch
         of_rank,
         paused_outputs(draft.graph.outputs) if draft.form == "autograd" else (),
         tuple(int(r.name) for r in draft.graph.inputs if r.kind == "tangent"),
-        dumps,
+        lambda: dumps(captured, draft.plan, draft.form),
     )

@@ -33,15 +33,27 @@ LOCAL = ("slice", "zero")
 
 
 def start_early(draft: Draft) -> Draft:
-    grads = _gradient_reductions(draft)
-    for bucket in _buckets(draft, grads):
-        _split_phase(draft, bucket)
+    order = _Order(draft.graph.fx)
+    for bucket in _buckets(draft, _gradient_reductions(draft)):
+        _split_phase(draft, bucket, order)
     rest = [n for n in draft.graph.fx.nodes if n.target is primitive and _step(n).kind not in LOCAL]
     for node in rest:
-        _split_phase(draft, [node])
+        _split_phase(draft, [node], order)
     _prefetch(draft)
     draft.established += ("one-wait",)
     return draft
+
+
+class _Order:
+    """Places of nodes in program order, kept while nodes are put in between."""
+
+    def __init__(self, graph: fx.Graph):
+        self.place: dict[fx.Node, float] = {n: float(i) for i, n in enumerate(graph.nodes)}
+        self.inputs_end = next((n for n in reversed(graph.nodes) if n.op == "placeholder"), None)
+
+    def after(self, node: fx.Node) -> fx.Node:
+        """The node to insert behind so that `node` is made: itself, or the last placeholder."""
+        return self.inputs_end if node.op == "placeholder" and self.inputs_end else node
 
 
 def _step(node: fx.Node) -> Step:
@@ -78,33 +90,28 @@ def _buckets(draft: Draft, nodes: list[fx.Node]) -> list[list[fx.Node]]:
     return done + list(open_.values())
 
 
-def _split_phase(draft: Draft, bucket: list[fx.Node]) -> None:
+def _split_phase(draft: Draft, bucket: list[fx.Node], order: _Order) -> None:
     """Replace primitives by one start (after the last of their operands) and one wait (before the first reader)."""
-    graph = draft.graph.fx
-    order = {n: i for i, n in enumerate(graph.nodes)}
+    graph, place = draft.graph.fx, order.place
     operands = [n.args[0] for n in bucket]
-    last = max(operands, key=lambda n: order[n])
-    anchor = _after_placeholders(last)
+    anchor = order.after(max(operands, key=place.__getitem__))  # type: ignore[arg-type]
     steps = tuple(_step(n) for n in bucket)
     with graph.inserting_after(anchor):
         began = graph.call_function(start, (steps, *operands), {"where": bucket[0].meta.get("where", "")})
     began.meta = dict(bucket[0].meta) | {"val": None}
-    reader = min((u for n in bucket for u in n.users), key=lambda n: order[n])
+    place[began] = place[anchor] + 0.25
+    reader = min((u for n in bucket for u in n.users), key=place.__getitem__)
     with graph.inserting_before(reader):
         ended = graph.call_function(wait, (began, len(bucket)))
         ended.meta = dict(bucket[0].meta) | {"val": [n.meta["val"] for n in bucket]}
         for i, node in enumerate(bucket):
             value = graph.call_function(operator.getitem, (ended, i))
             value.meta = dict(node.meta)
+            place[value] = place[reader] - 0.25
             draft.layouts[value] = draft.layouts.pop(node)
             node.replace_all_uses_with(value)
             graph.erase_node(node)
-
-
-def _after_placeholders(node: fx.Node) -> fx.Node:
-    if node.op != "placeholder":
-        return node
-    return next(n for n in reversed(node.graph.nodes) if n.op == "placeholder")
+    place[ended] = place[reader] - 0.5
 
 
 def _prefetch(draft: Draft) -> None:

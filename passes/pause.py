@@ -30,7 +30,8 @@ def insert_pause(draft: Draft) -> Draft:
     with graph.inserting_before(first):
         hold = graph.call_function(pause, (tuple(values[i] for i in early),))
     hold.meta = {"val": None, "module": "", "where": "", "backward": True, "seq": None}
-    tangents = [(n, r) for n, r in zip(draft.graph.placeholders, draft.graph.inputs, strict=True) if r.kind == "tangent"]
+    inputs = zip(draft.graph.placeholders, draft.graph.inputs, strict=True)
+    tangents = [(n, r) for n, r in inputs if r.kind == "tangent"]
     anchor = hold
     for i, (node, _) in enumerate(tangents):
         with graph.inserting_after(anchor):
@@ -47,7 +48,8 @@ def insert_pause(draft: Draft) -> Draft:
 def _first_backward(draft: Draft, needed: list[fx.Node | None]) -> fx.Node:
     """The first node of backward. Nodes of forward found after it are moved before it."""
     graph = draft.graph.fx
-    first = next((n for n in graph.nodes if n.op == "call_function" and n.meta.get("backward")), draft.graph.output_node)
+    backward = (n for n in graph.nodes if n.op == "call_function" and n.meta.get("backward"))
+    first = next(backward, draft.graph.output_node)
     late = False
     for node in list(graph.nodes):
         late = late or node is first

@@ -68,7 +68,8 @@ def _resharded(draft: Draft, value: fx.Node, wanted: Layout, before: fx.Node, ma
 
 
 def _node(draft: Draft, value: fx.Node, wanted: Layout, near: fx.Node) -> fx.Node:
-    new = draft.graph.fx.call_function(reshard, (value, draft.layouts[value], wanted))
+    args: Any = (value, draft.layouts[value], wanted)
+    new = draft.graph.fx.call_function(reshard, args)
     new.meta = dict(value.meta) | {"backward": near.meta.get("backward", False)}
     draft.layouts[new] = wanted
     return new
@@ -115,6 +116,7 @@ def _twin(draft: Draft, node: fx.Node, before: fx.Node) -> fx.Node:
 def _outputs(draft: Draft, made: dict[Any, fx.Node]) -> None:
     """Gradients go to where their parameter rests; everything else that leaves the program is whole."""
     out, placed = draft.graph.output_node, []
+    end = next((n for n in reversed(draft.graph.fx.nodes) if n.op == "placeholder"), out)
     for value, role in zip(draft.graph.output_values, draft.graph.outputs, strict=True):
         if value is None or not is_tensor(value):
             placed.append(value)
@@ -124,15 +126,8 @@ def _outputs(draft: Draft, made: dict[Any, fx.Node]) -> None:
         if have != wanted:
             key = (value, wanted, False)
             if key not in made:
-                with draft.graph.fx.inserting_after(_anchor(value)):
+                with draft.graph.fx.inserting_after(end if value.op == "placeholder" else value):
                     made[key] = _node(draft, value, wanted, value)
             value = made[key]
         placed.append(value)
     out.args = (tuple(placed),)
-
-
-def _anchor(value: fx.Node) -> fx.Node:
-    """The node after which something may be made of a value: itself, or the last placeholder."""
-    if value.op != "placeholder":
-        return value
-    return next(n for n in reversed(value.graph.nodes) if n.op == "placeholder")

@@ -27,7 +27,9 @@ class Suspended:
     def backward(self, gradients: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Resume with the gradients of the outputs; parameters' gradients are added, the inputs' returned."""
         if self.programs is None:
-            raise MeshwrightError("backward runs once for each forward call: its activations are freed; call the model again")
+            raise MeshwrightError(
+                "backward runs once for each forward call: its activations are freed; call the model again"
+            )
         programs, self.programs = self.programs, None
         with torch.no_grad():
             results = self.runner.comm.resume(programs, [list(gradients) for _ in programs])

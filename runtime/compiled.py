@@ -134,7 +134,8 @@ class Compiled:
     def _capture(self, request: Request, shapes: str) -> Runner:
         if self._runners:
             log.warning(
-                "capturing again (%d programs so far, %d kept): %s with %s", len(self._runners), PROGRAMS, request.form, shapes
+                "capturing again (%d programs so far, %d kept): %s with %s",
+                len(self._runners), PROGRAMS, request.form, shapes,
             )
         if len(self._runners) >= PROGRAMS:
             self._runners.pop(next(iter(self._runners)))
@@ -148,7 +149,9 @@ class Compiled:
 
     def _have_state(self) -> State:
         if self._state is None:
-            raise MeshwrightError("nothing is placed yet: call the compiled model or step() once, or pass args= to compile")
+            raise MeshwrightError(
+                "nothing is placed yet: call the compiled model or step() once, or pass args= to compile"
+            )
         return self._state
 
     # -- state
@@ -180,7 +183,8 @@ class Compiled:
     def _initial_state(self) -> State:
         from ..partitioner.layout import whole
 
-        return State(self.model, {n: whole(p.shape) for n, p in self.model.named_parameters()}, self.mesh, self.comm, self.device)
+        resting = {n: whole(p.shape) for n, p in self.model.named_parameters()}
+        return State(self.model, resting, self.mesh, self.comm, self.device)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under the keys of the model's own `state_dict`."""
@@ -235,7 +239,9 @@ class Compiled:
             MeshwrightError: none has been made yet.
         """
         if self._last is None:
-            raise MeshwrightError("no plan yet: it is made at the first call, or by compile(args=..., kwargs={'target': ...})")
+            raise MeshwrightError(
+                "no plan yet: it is made at the first call, or by compile(args=..., kwargs={'target': ...})"
+            )
         return self._last
 
     @property

@@ -16,7 +16,7 @@ def write(runners: dict, program: Program, folder: Path) -> None:
     (folder / "plan.txt").write_text(str(program.plan) + "\n")
     (folder / "plan.json").write_text(program.plan.to_text())
     (folder / "program.dot").write_text(dot(program))
-    for name, body in program.dumps.items():
+    for name, body in program.dumps().items():
         (folder / f"{name}.txt").write_text(body)
     runner: Runner | None = next((r for r in runners.values() if r.program is program), None)
     for rank in runner.ranks if runner else ():
@@ -35,7 +35,8 @@ def dot(program: Program) -> str:
 
 
 def _style(node: fx.Node, program: Program) -> str:
-    label = node.name if node.op != "call_function" else f"{node.name}\\n{getattr(node.target, '__name__', node.target)}"
+    op = getattr(node.target, "__name__", node.target)
+    label = f"{node.name}\\n{op}" if node.op == "call_function" else node.name
     layout = program.layouts.get(node.name)
     shape = "ellipse" if node.meta.get("backward") else "box"
     talks = ", style=filled, fillcolor=lightblue" if getattr(node.target, "__name__", "") in ("start", "wait") else ""

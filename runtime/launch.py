@@ -25,7 +25,8 @@ def mesh_here(mesh: Any) -> Mesh:
         return mesh
     if hasattr(mesh, "mesh_dim_names"):
         return Mesh.from_device_mesh(mesh)
-    raise PlanError(f"mesh must be a meshwright.Mesh or a torch DeviceMesh, not {type(mesh).__name__}: Mesh(dp=2, tp=2)")
+    got = type(mesh).__name__
+    raise PlanError(f"mesh must be a meshwright.Mesh or a torch DeviceMesh, not {got}: Mesh(dp=2, tp=2)")
 
 
 def launched() -> int:

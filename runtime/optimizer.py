@@ -1,7 +1,7 @@
 """Optimizers on shards, and the true global norm of gradients.
 
-An element-wise `torch.optim` optimizer does on a shard exactly what it does on that part of the whole tensor, so each rank
-makes its own from its shards. The norm of all gradients counts each element once, however often it is replicated:
+An element-wise `torch.optim` optimizer does on a shard exactly what it does on that part of the whole tensor, so each
+rank makes its own from its shards. The norm of all gradients counts each element once, however often it is replicated:
 
     ||g||_p = (sum over parameters and their distinct pieces of sum |g|^p)^(1/p)
 """
@@ -9,7 +9,7 @@ makes its own from its shards. The norm of all gradients counts each element onc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -109,8 +109,8 @@ def _check(optimizer: Any, state: State) -> None:
     split = [name for name, layout in state.layouts.items() if layout.split_axes]
     if split:
         raise MeshwrightError(
-            f"{kind.__name__} is not element-wise: it needs whole tensors, but {len(split)} parameters are split, such as "
-            f"{split[0]}. Use one of {', '.join(ELEMENTWISE)}, or a mesh and zero=0 that keep parameters whole"
+            f"{kind.__name__} is not element-wise: it needs whole tensors, but {len(split)} parameters are split, such "
+            f"as {split[0]}. Use one of {', '.join(ELEMENTWISE)}, or a mesh and zero=0 that keep parameters whole"
         )
 
 
@@ -126,7 +126,7 @@ def global_norm(state: State, norm_type: float = 2.0) -> torch.Tensor:
         return state.comm.run(programs)[0]
 
 
-def _norm_program(state: State, index: int, rank: int, p: float) -> Iterator[Any]:
+def _norm_program(state: State, index: int, rank: int, p: float) -> Generator[Any, Any, torch.Tensor]:
     mesh = state.mesh
     total = torch.zeros((), dtype=torch.float64, device=state.device)
     for name, shards in state.params.items():

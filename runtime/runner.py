@@ -53,7 +53,7 @@ class Runner:
             return self.settle(results, tuple(range(len(self.program.graph.outputs))), tensors)
 
     def settle(self, results: list[Any], which: tuple[int, ...], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Put each rank's results (the outputs `which`) where they belong; returns the "output" ones of the first rank."""
+        """Put each rank's results (the outputs `which`) where they belong; returns the first rank's "output" ones."""
         outputs: list[torch.Tensor] = []
         roles = self.program.graph.outputs
         for at, i in enumerate(which):

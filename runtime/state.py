@@ -83,8 +83,8 @@ class State:
         if self.empty:
             some = ", ".join(sorted(self.empty)[:3])
             raise MeshwrightError(
-                f"{len(self.empty)} tensors have no values yet ({some}, ...): the model was made on the meta device. Call "
-                f"load_state_dict(...) or initialize() first"
+                f"{len(self.empty)} tensors have no values yet ({some}, ...): the model was made on the meta device. "
+                f"Call load_state_dict(...) or initialize() first"
             )
 
     def set_param(self, name: str, value: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+import torch.utils._pytree as pytree
 from torch.utils._pytree import tree_map
 
 from ..partitioner.errors import MeshwrightError
@@ -25,7 +26,12 @@ from ..partitioner.transfer import start, wait
 from .comm import Start, Wait
 from .inprocess import InProcessComm
 
-TOLERANCE = {torch.float64: (1e-10, 1e-12), torch.float32: (2e-4, 1e-6), torch.float16: (2e-2, 1e-3), torch.bfloat16: (6e-2, 1e-2)}
+TOLERANCE = {
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (2e-4, 1e-6),
+    torch.float16: (2e-2, 1e-3),
+    torch.bfloat16: (6e-2, 1e-2),
+}
 """dtype -> (rtol of the largest element, atol)."""
 
 
@@ -87,7 +93,8 @@ def verify(compiled: Any, args: tuple, kwargs: dict[str, Any], target: Any) -> R
     """
     program: Program = compiled.trace(*args, target=target, **kwargs)
     values = compiled.gather("params") | compiled.gather("buffers")
-    tensors = [t.detach() for t in torch.utils._pytree.tree_leaves((args, kwargs, target)) if isinstance(t, torch.Tensor)]
+    leaves = pytree.tree_leaves((args, kwargs, target))
+    tensors = [t.detach() for t in leaves if isinstance(t, torch.Tensor)]
     inputs = [_input(role, values, tensors, compiled.steps) for role in program.captured.inputs]
     with torch.no_grad():
         want = whole_values(program.captured.fx, inputs, program.constants)
@@ -165,14 +172,18 @@ def _text(node: fx.Node, layout: Any, want: torch.Tensor, got: torch.Tensor) -> 
         far = (want.double() - got.double()).abs() if not want.is_complex() else (want - got).abs()
         index = int(far.argmax())
         at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), want.shape)) if want.dim() else ()
-        why = f"largest difference {float(far.max()):.3g} at {at}: {got.flatten()[index]} on the mesh, {want.flatten()[index]} on one device"
+        ours, theirs = got.flatten()[index], want.flatten()[index]
+        why = f"largest difference {float(far.max()):.3g} at {at}: {ours} on the mesh, {theirs} on one device"
     return (
-        f"the first op that differs is {node.name} = {node.target} in module {node.meta.get('module') or '(root)'} at {line}; "
+        f"the first op that differs is {node.name} = {node.target} in module "
+        f"{node.meta.get('module') or '(root)'} at {line}; "
         f"it lies as {layout}; {why}"
     )
 
 
-def _against_eager(compiled: Any, program: Program, want: dict[str, Any], args: tuple, kwargs: dict, target: Any) -> None:
+def _against_eager(
+    compiled: Any, program: Program, want: dict[str, Any], args: tuple, kwargs: dict, target: Any
+) -> None:
     """The loss of the captured graph against eager PyTorch, where no random numbers are drawn."""
     if any(r.kind == "step" for r in program.captured.inputs):
         return
@@ -184,10 +195,13 @@ def _against_eager(compiled: Any, program: Program, want: dict[str, Any], args: 
         if loss is not None:
             out = loss(out) if target is None else loss(out, target)
     eager = out if isinstance(out, torch.Tensor) else out.loss
-    value = next(v for v, r in zip(program.captured.output_values, program.captured.outputs, strict=True) if r.kind == "output")
+    outputs = zip(program.captured.output_values, program.captured.outputs, strict=True)
+    value = next(v for v, r in outputs if r.kind == "output")
     assert value is not None
     if difference(eager, want[value.name]) > 1.0:
-        raise VerifyError(f"the captured loss is {float(want[value.name])}, eager PyTorch's is {float(eager)}: the capture differs")
+        raise VerifyError(
+            f"the captured loss is {float(want[value.name])}, eager PyTorch's is {float(eager)}: the capture differs"
+        )
 
 
 __all__ = ["Report", "VerifyError", "compare", "difference", "verify"]

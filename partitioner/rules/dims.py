@@ -128,6 +128,7 @@ def fitted(rule: Rule, call: Call) -> Rule:
         sums=tuple({f: op for f, op in s.items() if f not in gone} for s in rule.sums),
         whole=(rule.whole | open_) - gone,
         ordered=rule.ordered - gone,
+        windows={at: (f, window) for at, (f, window) in rule.windows.items() if f not in gone},
         sizes={f: n for f, n in rule.sizes.items() if f not in gone},
         decompose={f: fn for f, fn in rule.decompose.items() if f not in gone},
     )

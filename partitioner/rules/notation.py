@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..window import Window
+
 Dims = tuple[tuple[str, ...], ...]
 """Per tensor dim, the factors it is made of, major first; () is a dim of size 1 or a broadcast one."""
 
@@ -42,6 +44,8 @@ class Rule:
         localize: how the call's plain arguments change on a rank; see `Local`. None: they do not.
         decompose: {factor: function of the op's arguments} that computes the same by simpler ops; splitting the
             factor is legal after the call has been replaced by them.
+        windows: {(operand, dim): (factor, window)}: splitting the factor needs, of that dim, the rows that the window
+            sees from the rank's piece of the factor. The factor is ordered.
         sizes: sizes of factors that no dim shows alone (the h and d of `(h d)`).
         flops: floating-point operations of the whole call.
         note: why the op is not split more, for the plan's notes.
@@ -55,6 +59,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     localize: Callable[[Local], tuple[Any, tuple, dict]] | None = None
     decompose: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    windows: dict[tuple[int, int], tuple[str, Window]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     note: str = ""
@@ -85,6 +90,13 @@ class Local:
 
     def in_shape(self, operand: int) -> tuple[int, ...]:
         """The local shape of a tensor operand."""
+        raise TypeError("abstract")
+
+    def span(self, operand: int, dim: int) -> tuple[int, int] | None:
+        """The rows [low, high) that this rank's windows see of a dim, beyond its borders too; None: it is not split.
+
+        The local operand holds those that lie within the borders.
+        """
         raise TypeError("abstract")
 
     def out_shape(self, output: int = 0) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from ..layout import Factor, Layout, piece
+from ..layout import Factor, Layout, local_shape, piece
 from ..mesh import Mesh
+from ..window import Through
 from .notation import Dims, Local, Rule
 
 Leaf = tuple[str, int]
@@ -66,6 +67,14 @@ class Shape:
     inputs: tuple[LeafDims, ...]
     outputs: tuple[LeafDims | None, ...]
 
+    def through(self, operand: int, dim: int) -> Through | None:
+        """What an operand's dim is seen through when the factor of its window is split; None: it has no window."""
+        factor, window = self.rule.windows.get((operand, dim), ("", None))
+        if window is None or factor not in self.leaves:
+            return None
+        cut, *units = self.leaves[factor]
+        return Through(window, cut, math.prod(units))
+
 
 @dataclass(frozen=True)
 class Split:
@@ -81,7 +90,12 @@ class Split:
     def input_layout(self, operand: int) -> Layout:
         """The layout this call needs of an operand."""
         marks = [(a, "sum") for a, which in self.partial.items() if operand in self.shape.rule.linear[which]]
-        return Layout(self._dims(self.shape.inputs[operand]), tuple(sorted(marks)))
+        dims = list(self._dims(self.shape.inputs[operand]))
+        for (k, dim), (factor, _) in self.shape.rule.windows.items():
+            if k == operand and (axes := self.axes.get((factor, 0))):
+                size = math.prod(f.size for f in dims[dim])
+                dims[dim] = (Factor(size, axes, self.shape.through(operand, dim)),)
+        return Layout(tuple(dims), tuple(sorted(marks)))
 
     def output_layout(self, output: int = 0) -> Layout | None:
         """The layout this call gives an output; None where it is no tensor."""
@@ -122,7 +136,14 @@ class RankLocal(Local):
         return tuple(math.prod(self._piece(leaf, n)[1] for leaf, n in d) for d in dims)
 
     def in_shape(self, operand: int) -> tuple[int, ...]:
-        return self._shape(self._split.shape.inputs[operand])
+        return local_shape(self._split.input_layout(operand), self._mesh, self._rank)
+
+    def span(self, operand: int, dim: int) -> tuple[int, int] | None:
+        shape = self._split.shape
+        factor, window = shape.rule.windows.get((operand, dim), ("", None))
+        if window is None or not self._split.axes.get((factor, 0)):
+            return None
+        return window.span(self.start(factor), self.size(factor))
 
     def out_shape(self, output: int = 0) -> tuple[int, ...]:
         dims = self._split.shape.outputs[output]

@@ -1,0 +1,226 @@
+"""Random legal plans: any choice of every call and any resting layout, run and compared with one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import ZOO
+
+from meshwright.partitioner.capture import capture
+from meshwright.partitioner.graph import Graph
+from meshwright.partitioner.mesh import Mesh
+from meshwright.partitioner.plan import Plan
+from meshwright.partitioner.planner import Decide, Options, make_plan
+from meshwright.partitioner.solve import Problem
+from meshwright.passes.lower import lower
+from meshwright.runtime import verify
+from meshwright.runtime.inprocess import InProcessComm
+from meshwright.runtime.runner import Runner
+from meshwright.runtime.state import State
+
+UNREACHABLE = 1e9
+"""A table entry of at least this is a pair of states that no path joins."""
+
+
+def randomly(seed: int) -> Decide:
+    """A `decide` that draws every value at random, as long as every pair of states can be joined."""
+    random = np.random.default_rng(seed)
+
+    def decide(problem: Problem, choices: list[list[Any]]) -> list[int]:
+        near: list[list[tuple[int, np.ndarray]]] = [[] for _ in choices]
+        for (i, j), table in problem.pairs.items():
+            near[i].append((j, table))
+            near[j].append((i, table.T))
+        values = [-1] * len(choices)
+        for i in random.permutation(len(choices)):
+            costs = problem.unary[i].copy()
+            for j, table in near[i]:
+                costs = costs + (table[:, values[j]] if values[j] >= 0 else table.min(axis=1))
+            possible = np.flatnonzero(costs < UNREACHABLE)
+            assert len(possible), "no value is legal beside those drawn before"
+            values[i] = int(random.choice(possible))
+        return values
+
+    return decide
+
+
+# -- the models
+class Attention(nn.Module):
+    """Grouped-query attention with a mask that is given or causal."""
+
+    def __init__(self, d: int, heads: int, kv: int):
+        super().__init__()
+        self.heads, self.kv = heads, kv
+        self.q, self.k, self.v = nn.Linear(d, d), nn.Linear(d, d * kv // heads), nn.Linear(d, d * kv // heads)
+        self.o = nn.Linear(d, d)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        b, s, d = x.shape
+        q = self.q(x).view(b, s, self.heads, -1).transpose(1, 2)
+        k, v = (f(x).view(b, s, self.kv, -1).transpose(1, 2) for f in (self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.kv != self.heads)
+        return self.o(y.transpose(1, 2).reshape(b, s, d))
+
+
+class GPT(nn.Module):
+    """A GPT whose head is its embedding; sizes that 2 and 3 ranks divide, and a vocabulary that neither does."""
+
+    def __init__(self, d: int = 12, heads: int = 6, kv: int = 6, vocab: int = 13, layers: int = 2, drop: float = 0.0):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocab, d), nn.Embedding(8, d)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "n1": nn.LayerNorm(d), "attention": Attention(d, heads, kv),
+                    "n2": nn.LayerNorm(d), "up": nn.Linear(d, 4 * d), "down": nn.Linear(4 * d, d),
+                }
+            )
+            for _ in range(layers)
+        )  # fmt: skip
+        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocab, bias=False)
+        self.head.weight, self.drop = self.tokens.weight, nn.Dropout(drop)
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.drop(self.tokens(ids) + self.places.weight[: ids.shape[1]])
+        for b in self.blocks:
+            x = x + self.drop(b["attention"](b["n1"](x), mask))
+            x = x + b["down"](F.gelu(b["up"](b["n2"](x))))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), y.flatten())
+
+
+class Norms(nn.Module):
+    """An MLP with batch norms: buffers that change, statistics over the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 5)
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.net(x), y, label_smoothing=0.1)
+
+
+class Convs(nn.Module):
+    """Strided, grouped and transposed convolutions, pooling, group norm, a skip."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.n = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.b, self.bn = nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.BatchNorm2d(8)
+        self.down, self.up, self.out = nn.Conv2d(8, 12, 2, 2), nn.ConvTranspose2d(12, 8, 2, 2), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.n(self.a(x)))
+        h = h + F.relu(self.bn(self.b(h)))
+        u = self.up(F.max_pool2d(self.down(h), 2).repeat_interleave(2, -1).repeat_interleave(2, -2))
+        return F.cross_entropy(self.out(torch.cat([h, u], 1).mean((2, 3))), y)
+
+
+Built = tuple[nn.Module, dict[str, Any]]
+
+
+def gpt(**settings: Any) -> Built:
+    ids = torch.randint(0, 13, (4, 6))
+    return GPT(**settings), {"ids": ids, "y": torch.randint(0, 13, (4, 6))}
+
+
+def gqa() -> Built:
+    model, batch = gpt(kv=2, layers=1)
+    mask = torch.zeros(4, 1, 6, 6).masked_fill(torch.rand(4, 1, 6, 6) < 0.3, float("-inf"))
+    mask.diagonal(dim1=-2, dim2=-1).zero_()
+    return model, batch | {"mask": mask}
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "gpt": gpt,
+    "gqa": gqa,
+    "dropout": lambda: gpt(layers=1, drop=0.3),
+    "norms": lambda: (Norms(), {"x": torch.randn(6, 6), "y": torch.randint(0, 5, (6,))}),
+    "convs": lambda: (Convs(), {"x": torch.randn(4, 3, 8, 8), "y": torch.randint(0, 5, (4,))}),
+    "t5": ZOO["t5"],
+    "moe": ZOO["mixtral"],
+}
+DRAWS = {"dropout"}
+"""Models that draw random numbers: one device runs the captured program, not eager PyTorch."""
+
+SINGLE = {"t5": 1e-4, "moe": 1e-4}
+"""Models that compute in float32 whatever their dtype: how far from one device they may be."""
+
+
+class Subject:
+    """A model captured in float64, and what one device makes of it."""
+
+    def __init__(self, name: str):
+        torch.manual_seed(0)
+        self.name, self.far = name, SINGLE.get(name, 1e-9)
+        model, batch = MODELS[name]()
+        self.model = model.double()
+        self.batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+        self.tensors = [v for v in self.batch.values() if isinstance(v, torch.Tensor)]
+        self.graph: Graph = capture(self.model, (), self.batch, loss=lambda out, target: out)
+        self.want: dict[str, torch.Tensor | None] = self._one_device()
+
+    def _one_device(self) -> dict[str, torch.Tensor | None]:
+        if self.name in DRAWS:
+            return run(self, *make_plan(self.graph.copy(), Mesh(x=1, device="cpu"), Options()))
+        twin = copy.deepcopy(self.model)
+        loss = twin(**self.batch)
+        loss.backward()
+        grads = {f"grad {n}": p.grad for n, p in twin.named_parameters() if p.grad is not None}
+        return {"loss": loss.detach()} | grads | {f"buffer {n}": b for n, b in twin.named_buffers()}
+
+
+def plan_of(subject: Subject, mesh: Mesh, seed: int) -> tuple[Graph, Plan]:
+    return make_plan(subject.graph.copy(), mesh, Options(), randomly(seed))
+
+
+def run(subject: Subject, graph: Graph, plan: Plan) -> dict[str, torch.Tensor | None]:
+    """One step of a plan: loss, gradients and buffers, whole."""
+    comm, cpu = InProcessComm(plan.mesh), torch.device("cpu")
+    state = State(subject.model, plan.resting, plan.mesh, comm, cpu)
+    (loss,) = Runner(lower(graph, plan), state, comm, cpu).run(subject.tensors, 0)
+    got = {"loss": loss} | {f"grad {n}": state.whole_grad(n) for n in state.params}
+    return got | {f"buffer {n}": state.whole_buffer(n) for n in state.buffers}
+
+
+def complaint(subject: Subject, mesh: Mesh, seed: int) -> str | None:
+    """What is wrong with one random plan; None when it gives the numbers of one device."""
+    graph, plan = plan_of(subject, mesh, seed)
+    try:
+        got = run(subject, graph, plan)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}\n{first_difference(subject, graph, plan)}"
+    wrong = [f"{n}: {why}" for n, want in subject.want.items() if want is not None and (why := differs(want, got.get(n), subject.far))]
+    return "; ".join(wrong[:3]) + "\n" + first_difference(subject, graph, plan) if wrong else None
+
+
+def differs(want: torch.Tensor, got: torch.Tensor | None, far: float) -> str | None:
+    if got is None:
+        return "there is none"
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f"want {want.dtype} {list(want.shape)}, got {got.dtype} {list(got.shape)}"
+    error = (want.double() - got.double()).abs().max().item()
+    return None if error <= far * (1e-3 + want.abs().max().item()) else f"off by {error:.2g}"
+
+
+def first_difference(subject: Subject, graph: Graph, plan: Plan) -> str:
+    """The microscope's word on a plan that went wrong."""
+    try:
+        program = lower(graph, plan)
+    except Exception as error:
+        return f"lowering: {error}"
+    values = dict(subject.model.named_parameters()) | dict(subject.model.named_buffers())
+    inputs = [verify._input(role, values, subject.tensors, 0) for role in program.captured.inputs]
+    with torch.no_grad():
+        want = verify.whole_values(program.captured.fx, inputs, program.constants)
+        try:
+            return f"no op differs: {verify.compare(program, want, verify._mesh_values(program, inputs))}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"

@@ -1,0 +1,99 @@
+"""The solver: exact where it says so, a legal upper bound where it does not."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from meshwright.partitioner import solve as solver
+from meshwright.partitioner.solve import Problem, objective, solve
+
+
+def random_problem(seed: int, variables: int = 6, choices: int = 4, density: float = 0.6) -> Problem:
+    """Tables of numbers from few values, so that ties occur; some variables have one choice."""
+    random = np.random.default_rng(seed)
+    problem = Problem()
+    sizes = random.integers(1, choices + 1, variables)
+    for n in sizes:
+        problem.variable(random.integers(0, 6, n).astype(float))
+    for i, j in itertools.combinations(range(variables), 2):
+        if random.random() < density:
+            a, b = (i, j) if random.random() < 0.5 else (j, i)
+            problem.pair(a, b, random.integers(0, 9, (sizes[a], sizes[b])).astype(float))
+    return problem
+
+
+def brute_force(problem: Problem) -> float:
+    every = itertools.product(*(range(len(u)) for u in problem.unary))
+    return min(objective(problem, list(values)) for values in every)
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 50) for i in range(0, 200, 50)], ids=str)
+def test_equals_brute_force(seeds: range):
+    for seed in seeds:
+        problem = random_problem(seed, density=(seed % 5) / 4)
+        found = solve(problem)
+        assert found.exact
+        assert found.cost == objective(problem, found.values) == brute_force(problem), f"seed {seed}"
+
+
+def test_leaves_the_problem_as_it_was():
+    problem = random_problem(3)
+    before = [u.copy() for u in problem.unary], {k: t.copy() for k, t in problem.pairs.items()}
+    solve(problem)
+    assert all(map(np.array_equal, before[0], problem.unary))
+    assert all(np.array_equal(t, problem.pairs[k]) for k, t in before[1].items())
+
+
+@pytest.mark.parametrize("limit", [1, 5, 20])
+def test_beyond_the_limit_it_is_a_legal_upper_bound(monkeypatch: pytest.MonkeyPatch, limit: int):
+    monkeypatch.setattr(solver, "LIMIT", limit)
+    inexact, met = 0, 0
+    for seed in range(100):
+        problem = random_problem(seed, density=0.9)
+        found, best = solve(problem), brute_force(problem)
+        assert all(0 <= v < len(u) for v, u in zip(found.values, problem.unary, strict=True))
+        assert found.cost == objective(problem, found.values)
+        assert found.cost >= best
+        assert found.cost == best or not found.exact, f"seed {seed} says exact: {found.cost}, the least is {best}"
+        inexact += not found.exact
+        met += found.cost == best
+    assert inexact > 10
+    assert met > 0
+
+
+def test_unreachable_pairs_are_avoided():
+    """1e9 stands for a pair that cannot be joined; conditioning must not walk into one it could avoid."""
+    problem = Problem()
+    for _ in range(3):
+        problem.variable(np.array([0.0, 5.0]))
+    for i, j in ((0, 1), (1, 2), (0, 2)):
+        problem.pair(i, j, np.array([[1e9, 1.0], [1.0, 1.0]]))
+    found = solve(problem)
+    assert found.exact
+    assert found.cost == 13.0
+
+
+@pytest.mark.parametrize("length", [1, 2, 3000])
+def test_a_chain_of_any_length(length: int):
+    """Thousands of layers in a row: no recursion, no large table."""
+    random = np.random.default_rng(0)
+    problem = Problem()
+    for _ in range(length):
+        problem.variable(random.random(3))
+    for i in range(length - 1):
+        problem.pair(i, i + 1, random.random((3, 3)))
+    best = problem.unary[0]
+    for i in range(1, length):
+        best = (best[:, None] + problem.pairs[(i - 1, i)]).min(0) + problem.unary[i]
+    found = solve(problem)
+    assert found.exact
+    assert found.cost == pytest.approx(best.min())
+
+
+def test_nothing_to_decide():
+    assert solve(Problem()).values == []
+    problem = Problem()
+    problem.variable(np.array([2.0]))
+    problem.pair(0, 0, np.array([[3.0]]))
+    assert solve(problem).cost == 5.0
