@@ -14,6 +14,7 @@ from .partitioner.mesh import Mesh
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, make_plan, replan
 from .passes.lower import lower
+from .runtime.checks import check_options, takes
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
 from .runtime.launch import comm_for, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
@@ -73,6 +74,10 @@ def compile(
     """
     mesh = mesh_here(mesh)
     check_loss(loss)
+    check_options(
+        model, mesh, loss=loss, optimizer=optimizer, zero=zero, clip_grad_norm=clip_grad_norm, memory=memory, pin=pin,
+        plan=plan, batch_dims=batch_dims, seed=seed,
+    )  # fmt: skip
     comm, device = comm_for(mesh, inputs), device_here()
 
     def build(request: Request):
@@ -81,9 +86,10 @@ def compile(
             model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
             backward=request.form != "forward", batch_dims=batch_dims,
         )  # fmt: skip
-        options = Options(zero=zero, memory=memory, pin=dict(pin or {}), resting=request.resting)
-        if plan is not None and request.form == "step":
-            chosen = plan if isinstance(plan, Plan) else Plan.from_text(plan, mesh)
+        chosen = Plan.from_text(plan, mesh) if isinstance(plan, str) else plan
+        resting = request.resting or (chosen and chosen.resting)
+        options = Options(zero=zero, memory=memory, pin=dict(pin or {}), resting=resting)
+        if chosen and request.form == "step":
             graph, made = replan(graph, mesh, chosen, options)
         else:
             graph, made = make_plan(graph, mesh, options)
@@ -103,16 +109,30 @@ def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch
     if request.form != "step":
         return None
 
+    wants = needs_target(loss)
+
     def finish(output: Any, target: Any) -> torch.Tensor:
+        if wants and target is None:
+            raise PlanError("the loss takes (output, target), but there is no target: call step(..., target=labels)")
+        if loss is not None and target is not None and not takes(loss, 2):
+            raise PlanError("the loss takes (output) alone, but there is a target: write loss=lambda output, target: ...")
+        if loss is None and target is not None:
+            raise PlanError(
+                "target= is for loss=callable(output, target), which compile was not given: pass the loss, or give the "
+                "model its labels under another name"
+            )
         if loss is not None:
-            value = loss(output, target) if target is not None or needs_target(loss) else loss(output)
+            value = loss(output, target) if target is not None else loss(output)
         else:
             value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise PlanError(f"step needs a 0-d loss; got {got}. Pass loss=callable(output) or callable(output, target)")
         if not value.requires_grad:
-            raise PlanError("the loss does not depend on any parameter or input that requires a gradient")
+            raise PlanError(
+                "the loss does not depend on any parameter or input that requires a gradient: is the model frozen, or "
+                "the output detached? Call the compiled model itself where nothing is trained"
+            )
         return value
 
     return finish

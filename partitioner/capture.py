@@ -4,7 +4,7 @@ AOTAutograd's joint export traces forward and backward of a module whose paramet
 ourselves: each distinct tensor once, so that tied weights are one input with one gradient. Nothing is allocated:
 parameters, buffers and inputs are faked (models on the meta device too). Attention, cross entropy and RMS norm are
 swapped for the canonical ops of `kernels` before tracing; random ops are replaced after it by ones that draw by global
-element. This file alone touches private torch.
+element. This file and `compat.py` alone touch private torch.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels import attention, cross_entropy, rms_norm
 from .canonical import clean, place_random_ops, start_from_loss
+from .compat import without_mkldnn
 from .errors import CaptureError
 from .graph import Graph, Role
 from .rules.loss import DECOMPOSITIONS
@@ -146,7 +147,8 @@ class Recorder(TorchFunctionMode):
         line = user_line(sys._getframe(1))
         if line:
             fx_traceback.current_meta["stack_trace"] = line
-        return SWAPS.get(func, func)(*args, **(kwargs or {}))
+        call: Callable = SWAPS.get(func, func)
+        return call(*args, **(kwargs or {}))
 
 
 def user_line(frame: Any) -> str:
@@ -278,7 +280,7 @@ def _export(program: nn.Module, lifted: Lifted, tensors: tuple, mode: FakeTensor
         _module_names(program),
         torch.compiler._compile_session_context(),
         mode,
-        torch.backends.mkldnn.flags(enabled=False),
+        without_mkldnn(),
         _swapped(),
         Recorder(),
     ):
@@ -313,6 +315,13 @@ def _named_faults(program: nn.Module) -> Iterator[None]:
             f"the values of a tensor, and one graph cannot hold both ways. Write it with torch.where or masks, pass "
             f"the decision as a python argument, or (mixture of experts in transformers) call "
             f"model.set_experts_implementation('batched_mm'); nn.Transformer needs tgt_is_causal=True. ({fault})"
+        ) from fault
+    except RuntimeError as fault:
+        if ".numpy() is not supported" not in str(fault):
+            raise
+        raise CaptureError(
+            f".numpy() in forward at {_line_of(fault)}: numpy computes outside the graph that is captured. Use torch "
+            f"functions, or do it before the call and pass the result"
         ) from fault
     finally:
         noise.setLevel(level)
@@ -413,6 +422,7 @@ def _path_name(path: str) -> str:
 
 def _batch(args: tuple, kwargs: dict, given: dict[Any, int | None]) -> tuple[int | None, ...]:
     """Per tensor of the call its batch dim: as given, else dim 0 of the first tensor that is not spoken of."""
+    _check_batch(args, kwargs, given)
     out: list[int | None] = []
     open_seat = all(d is None for d in given.values())
     for key, value in [*enumerate(args), *kwargs.items()]:
@@ -423,3 +433,17 @@ def _batch(args: tuple, kwargs: dict, given: dict[Any, int | None]) -> tuple[int
             open_seat = open_seat and not first
             out.append(given.get(key, 0 if first else None))
     return tuple(out)
+
+
+def _check_batch(args: tuple, kwargs: dict, given: dict[Any, int | None]) -> None:
+    """Raises:
+    CaptureError: batch_dims names a dim that a tensor has not.
+    """
+    call = {**dict(enumerate(args)), **kwargs}
+    for key, dim in given.items():
+        for t in pytree.tree_leaves(call.get(key)):
+            if isinstance(t, torch.Tensor) and dim is not None and not (isinstance(dim, int) and 0 <= dim < t.dim()):
+                raise CaptureError(
+                    f"batch_dims={{{key!r}: {dim!r}}}, but that tensor is {list(t.shape)}: give a dim of 0 to "
+                    f"{t.dim() - 1}, or None where it has no batch"
+                )

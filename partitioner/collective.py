@@ -9,6 +9,7 @@ Primitives on one local tensor of nbytes b over a group of k ranks, and the byte
     reduce_scatter   partial -> split                          b (k - 1) / k
     all_to_all       split one factor -> split another         b_local (k - 1) / k
     permute          same pieces, other owners                 b_local
+    halo             own piece -> the rows a window needs      the rows others need of it (`halo.py`)
 
 (ring algorithms; Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005).
 Where pieces are uneven, b (k - 1) / k becomes what the rank that keeps least sends: b less the smallest piece.
@@ -27,7 +28,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .layout import Layout, Spot, piece
+from .halo import halo_share, ways, window_kind, windowed_dims
+from .layout import Factor, Layout, Spot, piece
 from .mesh import Mesh
 
 LOCAL_KINDS = frozenset({"slice", "zero"})
@@ -61,8 +63,16 @@ def largest_piece(size: int, axes: Iterable[str], sizes: dict[str, int]) -> int:
 
 
 def largest_local(layout: Layout, mesh: Mesh) -> int:
-    """Elements of the largest local tensor, which is rank 0's."""
-    return math.prod(largest_piece(f.size, f.axes, mesh.sizes) for d in layout.dims for f in d)
+    """Elements of the largest local tensor: rank 0's, unless some dim is seen through a window."""
+    return math.prod(_largest(f, mesh.sizes) for d in layout.dims for f in d)
+
+
+def _largest(factor: Factor, sizes: dict[str, int]) -> int:
+    if factor.through is None:
+        return largest_piece(factor.size, factor.axes, sizes)
+    ranks = [sizes[a] for a in factor.axes]
+    everywhere = itertools.product(*(range(n) for n in ranks))
+    return max(factor.piece(tuple(zip(ranks, at, strict=True)))[1] for at in everywhere)
 
 
 def wire_share(kind: str, axes: tuple[str, ...], split: int, mesh: Mesh) -> float:
@@ -78,7 +88,14 @@ def wire_share(kind: str, axes: tuple[str, ...], split: int, mesh: Mesh) -> floa
 
 def wire_bytes(step: Step, mesh: Mesh, itemsize: int) -> float:
     """Bytes that one rank sends, at most."""
-    return largest_local(step.before, mesh) * itemsize * wire_share(step.kind, step.axes, _cut_length(step, mesh), mesh)
+    return largest_local(step.before, mesh) * itemsize * _share(step, mesh)
+
+
+def _share(step: Step, mesh: Mesh) -> float:
+    if step.kind == "halo":
+        assert step.target is not None, step
+        return halo_share(step.before, step.after, step.target, mesh)
+    return wire_share(step.kind, step.axes, _cut_length(step, mesh), mesh)
 
 
 def _cut_length(step: Step, mesh: Mesh) -> int:
@@ -103,6 +120,9 @@ def rates(kind: str, axes: tuple[str, ...], split: int, mesh: Mesh) -> tuple[flo
 
 def seconds(step: Step, mesh: Mesh, itemsize: int) -> float:
     """Seconds of one primitive."""
+    if step.kind == "halo":
+        slowest = min((mesh.link[a] for a in step.axes), key=lambda link: link.bandwidth)
+        return slowest.latency + wire_bytes(step, mesh, itemsize) / slowest.bandwidth
     fixed, each = rates(step.kind, step.axes, _cut_length(step, mesh), mesh)
     return fixed + each * largest_local(step.after if step.kind in LOCAL_KINDS else step.before, mesh) * itemsize
 
@@ -116,11 +136,23 @@ def path(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step
     """
     if before == after:
         return ()
+    if windowed_dims(after):
+        every = (_steps_through(before, way, mesh, itemsize) for way in ways(before, after))
+        return min(every, key=lambda steps: sum(seconds(s, mesh, itemsize) + _STEP for s in steps))
     if tuple(tuple(f.size for f in d) for d in before.dims) != tuple(tuple(f.size for f in d) for d in after.dims):
         raise ValueError(f"{before} and {after} are layouts of different tensors")
     if _unreachable(before, after):
         raise ValueError(f"no path from {before} to {after}: a partial max or min cannot be made from a whole value")
     return _search(before, after, mesh, itemsize)
+
+
+def _steps_through(before: Layout, way: tuple[Layout, ...], mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
+    """The steps to the first layout of a way, then a window each."""
+    steps = list(path(before, way[0], mesh, itemsize))
+    for dim, here, there in zip(windowed_dims(way[-1]), way, way[1:], strict=False):
+        kind = window_kind(here, there, dim, mesh)
+        steps.append(Step(kind, there.dims[dim][0].axes, here, there, target=(dim, 0)))
+    return tuple(steps)
 
 
 def path_seconds(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> float:

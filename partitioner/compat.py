@@ -1,16 +1,33 @@
-"""What else of private torch is touched: modes that are active around us, and the Python behind a custom op."""
+"""What of private torch the rest needs, behind names of our own; `capture.py` holds what only tracing needs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+def decompositions(ops: Sequence[Any]) -> dict[Any, Callable]:
+    """PyTorch's own definitions of these ops by simpler ones, a key for each overload."""
+    return dict(get_decompositions(ops))
+
+
+@contextlib.contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """oneDNN off, and nothing else: `torch.backends.mkldnn.flags` sets TF32 and the precision too, and warns."""
+    was = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was)
 
 
 @contextlib.contextmanager

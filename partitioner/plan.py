@@ -91,14 +91,18 @@ class Plan:
         if axes != dict(mesh.axes):
             here = dict(mesh.axes)
             raise PlanError(f"the plan was made for the mesh {axes}, this is {here}; plan again without plan=")
-        return cls(
-            mesh,
-            {name: {a: _choice_of(c) for a, c in by.items()} for name, by in body["choices"].items()},
-            {name: layout_from_list(rows) for name, rows in body["resting"].items()},
-            zero=body["zero"],
-            decomposed=tuple(body["decomposed"]),
-            notes=tuple(body["notes"]),
-        )
+        try:
+            return cls(
+                mesh,
+                {name: {a: _choice_of(c) for a, c in by.items()} for name, by in body["choices"].items()},
+                {name: layout_from_list(rows) for name, rows in body["resting"].items()},
+                zero=body["zero"],
+                decomposed=tuple(body["decomposed"]),
+                notes=tuple(body["notes"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as fault:
+            what = f"{type(fault).__name__}: {fault}"
+            raise PlanError(f"this saved plan is damaged ({what}); plan again and save plan.to_text()") from fault
 
 
 def _rows(value: Any) -> str:

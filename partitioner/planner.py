@@ -11,6 +11,7 @@ rests (ZeRO), by the stage asked for.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Callable
@@ -114,10 +115,36 @@ def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Grap
     if missing:
         some = f"{len(missing)} calls differ, such as {missing[:3]}"
         raise PlanError(f"the plan is of another program: {some}; plan again")
+    _check_saved(graph, mesh, plan)
     draft = _decide_all(graph, mesh, options, exactly, {k: dict(v) for k, v in plan.choices.items()})
     draft.params |= dict(plan.resting)
     made = _finished(draft, plan.decomposed)
     return replace(graph, factored=draft.factored), replace(made, resting=plan.resting, zero=plan.zero)
+
+
+def _check_saved(graph: Graph, mesh: Mesh, plan: Plan) -> None:
+    """Raises:
+    PlanError: a saved plan holds what this program and mesh cannot do; all such lines at once.
+    """
+    factored, faults = factor_graph(graph), []
+    for node, role in zip(graph.placeholders, graph.inputs, strict=True):
+        if role.kind != "param":
+            continue
+        layout, whole = plan.resting.get(str(role.name)), factored.whole(node)
+        if layout is None or layout.unsplit() != whole or not layout.split_axes <= set(mesh.names):
+            faults.append(f"{role.name} is {whole} and would rest as {layout}")
+    for node in graph.calls():
+        shape = factored.shapes[node]
+        for axis, choice in plan.choices[node.name].items():
+            if isinstance(choice, int):
+                legal = 0 <= choice < len(shape.rule.linear)
+            else:
+                legal = choice is None or (choice in factored.atoms[node] and choice[0] not in shape.rule.whole)
+            if not legal or axis not in mesh.names:
+                faults.append(f"{node.name} cannot do {choice} on {axis}")
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise PlanError(f"the plan does not fit the program: {'; '.join(faults[:3])}{more}; plan again")
 
 
 def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
@@ -133,10 +160,27 @@ def _decide_all(graph: Graph, mesh: Mesh, options: Options, decide: Decide, fixe
         if role.kind == "param":
             draft.params[str(role.name)] = factored.whole(node)
     draft.notes += _batch_notes(graph, mesh)
+    _check_pins(graph, draft)
     for axis in sorted(mesh.names, key=lambda a: ORDER.index(_order(mesh, a))):
         if mesh.sizes[axis] > 1 and mesh.role(axis) != "pipeline":
             _AxisProblem(draft, axis, fixed).decide(decide)
     return draft
+
+
+def _check_pins(graph: Graph, draft: Draft) -> None:
+    """Raises:
+    PlanError: a pin matches neither a parameter nor a call, or has another number of dims.
+    """
+    values = {n.name: n for n in graph.calls()}
+    values |= {str(r.name): n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param"}
+    for pattern, text in draft.options.pin.items():
+        named = [n for name, n in values.items() if fnmatch.fnmatchcase(name, pattern)]
+        if not named:
+            near = difflib.get_close_matches(pattern, values, 3, 0.3) or list(draft.params)[:3]
+            raise PlanError(f"the pin {pattern!r} names no parameter and no call; there are, for example, {near}")
+        for node in named:
+            if is_tensor(node) and node in draft.factored.dims:
+                _pinned_state(text, "", draft.factored.whole(node))
 
 
 def _order(mesh: Mesh, axis: str) -> str:
@@ -349,7 +393,9 @@ def _pinned_state(text: str, axis: str, layout: Layout) -> State:
     """What a pin's text says about one axis: the factor it splits, "sum", or None."""
     dims, partial = parse(text)
     if len(dims) != len(layout.dims):
-        raise PlanError(f"the pin {text!r} has {len(dims)} dims, the tensor has {len(layout.dims)}: {layout}")
+        raise PlanError(
+            f"the pin {text!r} has {len(dims)} dims, the tensor has {len(layout.dims)}: {layout}; write one entry a dim"
+        )
     if axis in dict(partial):
         return dict(partial)[axis]
     for i, dim in enumerate(dims):
@@ -388,7 +434,7 @@ def _finished(draft: Draft, decomposed: tuple[str, ...]) -> Plan:
 
 
 def _notes_of_whole(draft: Draft) -> list[str]:
-    """One note per op without a rule: what it is and what running it whole costs."""
+    """One note per op without a rule of its own: the one discovered, or what it is and what running it whole costs."""
     seen: dict[str, tuple[int, float, str]] = {}
     for node in draft.taken:
         note = draft.factored.shapes[node].rule.note
@@ -400,7 +446,8 @@ def _notes_of_whole(draft: Draft) -> list[str]:
     late = [n for n in draft.taken if draft.factored.calls[n].depends_on_data]
     if late:
         seen["sizes that depend on data"] = (len(late), 0.0, where(late[0]))
-    return [
+    found = dict.fromkeys(draft.factored.shapes[n].rule.discovered for n in draft.taken)
+    return [note for note in found if note] + [
         f"{note}: run whole on every rank, {count} time(s), {total * 1e6:.0f} us a step (first at {line})"
         for note, (count, total, line) in seen.items()
     ]

@@ -44,6 +44,7 @@ def resting_layouts(
     axes = shard_axes(mesh)
     stage = options.zero if isinstance(options.zero, int) else _fitting_stage(working, mesh, options)
     if not axes:
+        _require_fit(working, graph, mesh, options)
         asked = stage and options.zero != "auto"
         return 0, dict(working), [f"zero={stage} has no data axis to shard over"] if asked else []
     out, kept = {}, []
@@ -60,7 +61,23 @@ def resting_layouts(
         total = sum(nbytes(n.meta["val"]) for n, r in inputs if r.name in kept)
         small = f"{len(kept)} parameters too small to shard rest whole ({total} bytes), such as {kept[0]}"
         notes.append(f"zero={stage}: {small}")
+    _require_fit(out, graph, mesh, options)
     return stage, out, notes
+
+
+def _require_fit(resting: dict[str, Layout], graph: Graph, mesh: Mesh, options: Options) -> None:
+    """Raises:
+    PlanError: what rests is more than the memory asked for, before any activation.
+    """
+    inputs = zip(graph.placeholders, graph.inputs, strict=True)
+    size = {str(r.name): n.meta["val"].element_size() for n, r in inputs if r.kind == "param"}
+    need = sum(2 * size[n] * _product(local_shape(layout, mesh, 0)) for n, layout in resting.items())
+    if options.memory is not None and need > options.memory:
+        more = "" if options.zero in ("auto", 3) or not shard_axes(mesh) else "zero=3, "
+        raise PlanError(
+            f"memory={options.memory} bytes a device cannot hold this model on mesh {mesh}: parameters and gradients at "
+            f"rest take {need} bytes. Give {more}more ranks to dp or tp, or more memory"
+        )
 
 
 def shard_axes(mesh: Mesh) -> tuple[str, ...]:

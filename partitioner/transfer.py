@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .collective import LOCAL_KINDS, Step
+from .halo import table_of
 from .layout import Layout, Spot, factor_index, local_factor_shape, local_pieces, local_shape, piece
 from .mesh import Mesh
 
@@ -28,7 +29,7 @@ class Transfer:
     """One collective over the ranks of `axes`.
 
     Attributes:
-        kind: "all_gather" | "all_reduce" | "reduce_scatter" | "all_to_all" | "permute".
+        kind: "all_gather" | "all_reduce" | "reduce_scatter" | "all_to_all" | "permute" | "halo".
         axes: mesh axes of the group; members are ordered as `Mesh.group(axes, rank)`.
         view: the shape in which the local tensor is seen.
         out_shape: the shape of the result.
@@ -36,6 +37,8 @@ class Transfer:
         gather_dim, gather_sizes: dim of `view` along which pieces are joined, and each member's size along it.
         split_dim, split_sizes: dim of `view` along which this tensor is cut, and each member's size along it.
         peers: for "permute", (index in the group this rank sends to, index it receives from).
+        gives, gets: for "halo", of each member the (start, length) along `gather_dim` that it gets of this tensor, and
+            the length that comes from it; a rank's own entries are what it keeps.
     """
 
     kind: str
@@ -48,6 +51,8 @@ class Transfer:
     split_dim: int = -1
     split_sizes: tuple[int, ...] = ()
     peers: tuple[int, int] = (-1, -1)
+    gives: tuple[tuple[int, int], ...] = ()
+    gets: tuple[int, ...] = ()
 
     @property
     def has_split(self) -> bool:
@@ -69,6 +74,8 @@ def transfer_of(step: Step, mesh: Mesh, rank: int) -> Transfer:
     """
     if step.kind in LOCAL_KINDS:
         raise ValueError(f"{step} sends nothing: use slice_args or is_first of transfer.py")
+    if step.kind == "halo":
+        return _halo(step, mesh, rank)
     gather_dim, gather_sizes = -1, ()
     split_dim, split_sizes = -1, ()
     if step.source is not None:
@@ -89,6 +96,31 @@ def transfer_of(step: Step, mesh: Mesh, rank: int) -> Transfer:
         split_sizes=split_sizes,
         peers=_peers(step, mesh, rank) if step.kind == "permute" else (-1, -1),
     )
+
+
+def _halo(step: Step, mesh: Mesh, rank: int) -> Transfer:
+    """Each member sends each the rows of its piece that the other's windows see."""
+    assert step.target is not None, step
+    dim = step.target[0]
+    table = table_of(step.before, step.after, dim, mesh)
+    index = mesh.group(step.axes, rank).index(rank)
+    first = _dim_piece(step.before, dim, mesh, rank)[0]
+    return Transfer(
+        "halo",
+        step.axes,
+        view=local_shape(step.before, mesh, rank),
+        out_shape=local_shape(step.after, mesh, rank),
+        gather_dim=dim,
+        gives=tuple((a - first if b > a else 0, b - a) for a, b in table[index]),
+        gets=tuple(row[index][1] - row[index][0] for row in table),
+    )
+
+
+def _dim_piece(layout: Layout, dim: int, mesh: Mesh, rank: int) -> tuple[int, int]:
+    """(start, length) of a rank's rows of a dim split along its first factor at most."""
+    (start, length), *rest = local_pieces(layout, mesh, rank)[dim]
+    unit = math.prod(n for _, n in rest)
+    return start * unit, length * unit
 
 
 def _member_sizes(layout: Layout, spot: Spot, axes: tuple[str, ...], mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -123,7 +155,8 @@ def _renaming(step: Step, mesh: Mesh) -> dict[str, str]:
 def sent_bytes(transfer: Transfer, index: int, ranks: int, itemsize: int) -> int:
     """Payload bytes that member `index` of a group of `ranks` sends: as `collective` has them, exact for uneven pieces.
 
-    all_gather b (k - 1); all_reduce 2 b (k - 1) / k; reduce_scatter and all_to_all b less the own part; permute b.
+    all_gather b (k - 1); all_reduce 2 b (k - 1) / k; reduce_scatter and all_to_all b less the own part; permute b;
+    halo the rows that others get.
     """
     nbytes = math.prod(transfer.view) * itemsize
     if transfer.kind == "all_gather":
@@ -132,6 +165,9 @@ def sent_bytes(transfer: Transfer, index: int, ranks: int, itemsize: int) -> int
         return 2 * nbytes * (ranks - 1) // ranks
     if transfer.kind == "permute":
         return nbytes if transfer.peers[0] != index else 0
+    if transfer.kind == "halo":
+        rows = sum(n for member, (_, n) in enumerate(transfer.gives) if member != index)
+        return nbytes // max(1, transfer.view[transfer.gather_dim]) * rows
     size = transfer.view[transfer.split_dim]
     return nbytes // size * (size - transfer.split_sizes[index]) if size else 0
 
@@ -150,6 +186,10 @@ def slice_args(step: Step, mesh: Mesh, rank: int) -> SliceArgs:
     """A `slice` step as `rank` does it."""
     assert step.kind == "slice" and step.target is not None, step
     dim, factor = step.target
+    if step.after.factor(step.target).through:
+        had, has = _dim_piece(step.before, dim, mesh, rank), local_pieces(step.after, mesh, rank)[dim][0]
+        shape = local_shape(step.before, mesh, rank)
+        return SliceArgs(shape, dim, has[0] - had[0] if has[1] else 0, has[1], local_shape(step.after, mesh, rank))
     had = local_pieces(step.before, mesh, rank)[dim][factor]
     has = local_pieces(step.after, mesh, rank)[dim][factor]
     view = local_factor_shape(step.before, mesh, rank)
@@ -160,7 +200,9 @@ def slice_args(step: Step, mesh: Mesh, rank: int) -> SliceArgs:
 def local_slice(
     x: torch.Tensor, view: tuple[int, ...], dim: int, start: int, length: int, out_shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A part of `x`, in memory of its own: the rest of `x` can be freed."""
+    """A part of `x`, in memory of its own (the rest of `x` can be freed); `x` itself where nothing is cut off."""
+    if length == view[dim]:
+        return x.reshape(out_shape)
     part = x.reshape(view).narrow(dim, start, length)
     return part.clone(memory_format=torch.contiguous_format).reshape(out_shape)
 

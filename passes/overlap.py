@@ -3,7 +3,7 @@
 Before:  `y = primitive(x, all_reduce(dp))`
 After:   `h = start((all_reduce(dp),), x); ...; y = wait(h, 1)[0]`
 
-A collective starts right after what it sends is made and is waited for right before it is read: a gradient's reduction
+A bucket of parameter gathers holds neighbours in the order of use. A collective starts right after what it sends is made and is waited for right before it is read: a gradient's reduction
 runs under the rest of backward. Gathers of parameters start one gather ahead of their use, so that at most two
 gathered parameters are in flight. Reductions of small gradients are collected into buckets.
 
@@ -16,7 +16,9 @@ Law `one-wait`: every started collective is waited for exactly once, after its s
 from __future__ import annotations
 
 import operator
+from typing import Any
 
+import torch
 import torch.fx as fx
 
 from ..partitioner.collective import Step
@@ -34,12 +36,13 @@ LOCAL = ("slice", "zero")
 
 def start_early(draft: Draft) -> Draft:
     order = _Order(draft.graph.fx)
-    for bucket in _buckets(draft, _gradient_reductions(draft)):
+    for bucket in _buckets(draft, _gradient_reductions(draft)) + _buckets(draft, _parameter_gathers(draft)):
         _split_phase(draft, bucket, order)
     rest = [n for n in draft.graph.fx.nodes if n.target is primitive and _step(n).kind not in LOCAL]
     for node in rest:
         _split_phase(draft, [node], order)
     _prefetch(draft)
+    _let_overwrite(draft)
     draft.established += ("one-wait",)
     return draft
 
@@ -71,8 +74,22 @@ def _gradient_reductions(draft: Draft) -> list[fx.Node]:
     ]
 
 
+def _parameter_gathers(draft: Draft) -> list[fx.Node]:
+    """First gathers of parameters, in the order of their uses."""
+    order = {n: i for i, n in enumerate(draft.graph.fx.nodes)}
+    params = _params(draft)
+    found = [
+        n for n in draft.graph.fx.nodes if n.target is primitive and _step(n).kind == "all_gather" and n.args[0] in params
+    ]
+    return sorted(found, key=lambda n: min(order[u] for u in n.users))
+
+
+def _params(draft: Draft) -> set[fx.Node]:
+    return {n for n, r in zip(draft.graph.placeholders, draft.graph.inputs, strict=True) if r.kind == "param"}
+
+
 def _buckets(draft: Draft, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Neighbouring reductions of one kind, group and dtype, closed at the size that hides the latency."""
+    """Collectives of one kind, group, dtype and phase, closed at the size that hides the latency."""
     open_: dict[tuple, list[fx.Node]] = {}
     done: list[list[fx.Node]] = []
     for node in nodes:
@@ -82,7 +99,7 @@ def _buckets(draft: Draft, nodes: list[fx.Node]) -> list[list[fx.Node]]:
         if nbytes(val) >= limit:
             done.append([node])
             continue
-        key = (step.kind, step.axes, step.op, val.dtype)
+        key = (step.kind, step.axes, step.op, val.dtype, bool(node.meta.get("backward")))
         bucket = open_.setdefault(key, [])
         bucket.append(node)
         if sum(nbytes(n.meta["val"]) for n in bucket) >= limit:
@@ -95,9 +112,9 @@ def _split_phase(draft: Draft, bucket: list[fx.Node], order: _Order) -> None:
     graph, place = draft.graph.fx, order.place
     operands = [n.args[0] for n in bucket]
     anchor = order.after(max(operands, key=place.__getitem__))  # type: ignore[arg-type]
-    steps = tuple(_step(n) for n in bucket)
+    given: Any = (tuple(_step(n) for n in bucket), *operands)
     with graph.inserting_after(anchor):
-        began = graph.call_function(start, (steps, *operands), {"where": bucket[0].meta.get("where", "")})
+        began = graph.call_function(start, given, {"where": bucket[0].meta.get("where", "")})
     began.meta = dict(bucket[0].meta) | {"val": None}
     place[began] = place[anchor] + 0.25
     reader = min((u for n in bucket for u in n.users), key=place.__getitem__)
@@ -117,10 +134,57 @@ def _split_phase(draft: Draft, bucket: list[fx.Node], order: _Order) -> None:
 def _prefetch(draft: Draft) -> None:
     """Starts of parameter gathers move from the program's begin to one gather ahead of their use."""
     graph = draft.graph.fx
-    params = {n for n, r in zip(draft.graph.placeholders, draft.graph.inputs, strict=True) if r.kind == "param"}
+    params = _params(draft)
     gathers = [n for n in graph.nodes if n.target is start and n.args[1] in params]
     waits = {n.args[0]: n for n in graph.nodes if n.target is wait}
     order = {n: i for i, n in enumerate(graph.nodes)}
     gathers.sort(key=lambda n: order[waits[n]])
     for previous, later in zip(gathers, gathers[1:], strict=False):
         waits[previous].prepend(later)
+
+
+def _let_overwrite(draft: Draft) -> None:
+    """A start may overwrite its operands when nothing reads their memory afterwards: it then needs no copy."""
+    order = {n: i for i, n in enumerate(draft.graph.fx.nodes)}
+    share = _shared_memory(draft)
+    last = {root: max(order[u] for n in nodes for u in n.users) for root, nodes in share.items() if any(n.users for n in nodes)}
+    root_of = {n: root for root, nodes in share.items() for n in nodes}
+    for node in draft.graph.fx.nodes:
+        if node.target is start:
+            roots = [root_of.get(x) for x in node.args[1:]]
+            own = all(r is not None and r.op == "call_function" and last[r] <= order[node] for r in roots)
+            if own and len(set(roots)) == len(roots):
+                node.kwargs = {**node.kwargs, "consume": True}
+
+
+def _shared_memory(draft: Draft) -> dict[fx.Node, list[fx.Node]]:
+    """Nodes that may share memory, by the first of them; an op that may return a view of an operand joins it."""
+    root: dict[fx.Node, fx.Node] = {}
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node in draft.graph.fx.nodes:
+        root[node] = node
+        if node.op == "call_function" and node.target not in (start, wait) and _may_alias(node):
+            operands = [n for n in node.all_input_nodes if n.op != "output"]
+            roots = {root[o] for o in operands}
+            if len(roots) == 1:
+                root[node] = roots.pop()
+            elif roots:  # several: all become one
+                first = next(iter(roots))
+                for other in roots:
+                    for member in out.pop(other, []):
+                        root[member] = first
+                        out.setdefault(first, []).append(member)
+                root[node] = first
+        out.setdefault(root[node], []).append(node)
+    return out
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether a call may return memory of an operand: by its schema, or because it is a plain function."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return True
+    return any(r.alias_info for r in schema.returns) or "view" in schema.name or node.target in _MAY_RETURN_ITSELF
+
+
+_MAY_RETURN_ITSELF = {torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default}

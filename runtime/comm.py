@@ -138,7 +138,10 @@ def seen(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
 
 
 def cut(x: torch.Tensor, transfer: Transfer) -> tuple[torch.Tensor, ...]:
-    """What goes to each member (views), for the kinds that split."""
+    """What goes to each member (views), for the kinds that split and for halos."""
+    if transfer.gives:
+        whole = seen(x, transfer)
+        return tuple(whole.narrow(transfer.gather_dim, start, length) for start, length in transfer.gives)
     return seen(x, transfer).split(transfer.split_sizes, transfer.split_dim)
 
 

@@ -204,9 +204,10 @@ class Compiled:
         problems = [f"missing {k}" for k in sorted(kept - values.keys())] if strict else []
         problems += [f"unknown {k}" for k in sorted(values.keys() - kept)] if strict else []
         for key in sorted(kept & values.keys()):
-            want = own[state.aliases.get(key, key)].shape
-            if values[key].shape != want:
-                problems.append(f"{key} is {tuple(values[key].shape)}, should be {tuple(want)}")
+            want, got = own[state.aliases.get(key, key)].shape, getattr(values[key], "shape", None)
+            if got != want:
+                is_ = tuple(got) if got is not None else f"a {type(values[key]).__name__}"
+                problems.append(f"{key} is {is_}, should be {tuple(want)}")
         if problems:
             raise MeshwrightError(f"the state dict does not fit: {'; '.join(problems[:8])}")
         for key in kept & values.keys():

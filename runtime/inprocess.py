@@ -236,6 +236,9 @@ def _complete(meeting: _Meeting) -> None:
 def _peers_agree(starts: list[Start]) -> bool:
     """Whom a rank sends to receives from it, and as much."""
     for t in range(len(starts[0].transfers)):
+        halos = [s.transfers[t] for s in starts]
+        if any(a.gives[j][1] != b.gets[i] for i, a in enumerate(halos) if a.gives for j, b in enumerate(halos)):
+            return False
         for i, start in enumerate(starts):
             one = start.transfers[t]
             if one.kind != "permute":
@@ -263,7 +266,7 @@ def _results(tensors: list[torch.Tensor], transfers: list[Any]) -> list[torch.Te
     to = list(zip(*(cut(x, t) for x, t in zip(tensors, transfers, strict=True)), strict=True))
     if kind == "reduce_scatter":
         return [reduce_parts(parts, op).reshape(t.out_shape) for parts, t in zip(to, transfers, strict=True)]
-    if kind == "all_to_all":
+    if kind in ("all_to_all", "halo"):
         return [join(parts, t) for parts, t in zip(to, transfers, strict=True)]
     raise MismatchError(f"no collective is called {kind!r}")
 

@@ -103,6 +103,13 @@ def _check(optimizer: Any, state: State) -> None:
             f"optimizer= must return a torch.optim optimizer; it returned {type(optimizer).__name__}. Write "
             f"optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4)"
         )
+    mine = {id(p) for shards in state.params.values() for p in shards}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if foreign := sum(id(p) not in mine for p in held):
+        raise MeshwrightError(
+            f"the optimizer holds {foreign} tensors that are not the shards it was given, and would train nothing: make "
+            f"it from the argument, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4), not from the model"
+        )
     kind = type(optimizer)
     if any(c.__name__ in ELEMENTWISE and c.__module__.startswith("torch.optim") for c in kind.__mro__):
         return

@@ -6,6 +6,7 @@
                      reduce-scatter sends 2 b (k - 1) / k
     all_to_all       all_to_all_single
     permute          batched isend and irecv
+    halo             all_to_all_single of the rows that others need; what a rank keeps is not sent
 
 A bucket is one message: the parts for a member, one after the other. Moves carry bytes, so every dtype is fine; sums
 see complex as pairs of reals, and bool as uint8 with max for sum. Nothing is copied where one tensor is cut or joined
@@ -169,6 +170,36 @@ def _all_to_all(start: Start, group: Group) -> Pending:
     return _exchange(start, group, reduce=False)
 
 
+def _halo(start: Start, group: Group) -> Pending:
+    """Each member is sent the rows it needs."""
+    transfers, dtypes, me = start.transfers, [x.dtype for x in start.tensors], group.index
+    parts = [cut(x, t) for x, t in zip(start.tensors, transfers, strict=True)]
+    others = [m for m in group.places if m != me]
+    sent = _packed([p[m] for m in others for p in parts])
+    sizes = [0 if m == me else sum(p[m].nbytes for p in parts) for m in group.places]
+    shapes = {m: [_came(t, m) for t in transfers] for m in group.places}
+    lengths = {m: [math.prod(s) * d.itemsize for s, d in zip(shapes[m], dtypes, strict=True)] for m in others}
+    came = [0 if m == me else sum(lengths[m]) for m in group.places]
+    got = sent.new_empty(sum(came))
+    work = dist.all_to_all_single(got, sent, came, sizes, group=group.process_group, async_op=True)
+
+    def read() -> Results:
+        pieces = iter(got.split([n for m in others for n in lengths[m]]))
+        for m in others:
+            for i, shape in enumerate(shapes[m]):
+                held[i][m] = _typed(next(pieces), dtypes[i], shape)
+        return tuple(join(h, t) for h, t in zip(held, transfers, strict=True))
+
+    held = [list(p) for p in parts]
+    return Pending(group, [work], read, (sent, got))
+
+
+def _came(transfer: Transfer, sender: int) -> tuple[int, ...]:
+    """The shape of what a member gives to this rank in a halo."""
+    at = transfer.gather_dim
+    return (*transfer.view[:at], transfer.gets[sender], *transfer.view[at + 1 :])
+
+
 def _all_gather(start: Start, group: Group) -> Pending:
     nbytes = sum(x.nbytes for x in start.tensors)
     if any(len(set(t.gather_sizes)) > 1 for t in start.transfers) or (not group.nccl and nbytes <= _SMALL_PAIR):
@@ -286,4 +317,5 @@ _BEGIN: dict[str, Callable[[Start, Group], Pending]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "permute": _permute,
+    "halo": _halo,
 }

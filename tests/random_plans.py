@@ -177,22 +177,32 @@ class Subject:
         return {"loss": loss.detach()} | grads | {f"buffer {n}": b for n, b in twin.named_buffers()}
 
 
-def plan_of(subject: Subject, mesh: Mesh, seed: int) -> tuple[Graph, Plan]:
-    return make_plan(subject.graph.copy(), mesh, Options(), randomly(seed))
+MESHES: list[dict[str, int]] = [{"x": 2}, {"x": 2, "y": 2}, {"x": 3}, {"dp": 2, "x": 2}, {"x": 3, "y": 2}, {"dp": 3}]
+"""Free axes, where every choice is open, alone and beside data axes whose ranks shard what rests."""
+
+
+def mesh_of(seed: int) -> Mesh:
+    return Mesh(**MESHES[seed % len(MESHES)], device="cpu")  # type: ignore[arg-type]
+
+
+def plan_of(subject: Subject, seed: int) -> tuple[Graph, Plan]:
+    mesh = mesh_of(seed)
+    zero = seed % 4 if "dp" in mesh.names else 0
+    return make_plan(subject.graph.copy(), mesh, Options(zero=zero), randomly(seed))
 
 
 def run(subject: Subject, graph: Graph, plan: Plan) -> dict[str, torch.Tensor | None]:
     """One step of a plan: loss, gradients and buffers, whole."""
     comm, cpu = InProcessComm(plan.mesh), torch.device("cpu")
     state = State(subject.model, plan.resting, plan.mesh, comm, cpu)
-    (loss,) = Runner(lower(graph, plan), state, comm, cpu).run(subject.tensors, 0)
+    (loss,) = Runner(lower(graph.copy(), plan), state, comm, cpu).run(subject.tensors, 0)
     got = {"loss": loss} | {f"grad {n}": state.whole_grad(n) for n in state.params}
     return got | {f"buffer {n}": state.whole_buffer(n) for n in state.buffers}
 
 
-def complaint(subject: Subject, mesh: Mesh, seed: int) -> str | None:
+def complaint(subject: Subject, seed: int) -> str | None:
     """What is wrong with one random plan; None when it gives the numbers of one device."""
-    graph, plan = plan_of(subject, mesh, seed)
+    graph, plan = plan_of(subject, seed)
     try:
         got = run(subject, graph, plan)
     except Exception as error:
@@ -213,7 +223,7 @@ def differs(want: torch.Tensor, got: torch.Tensor | None, far: float) -> str | N
 def first_difference(subject: Subject, graph: Graph, plan: Plan) -> str:
     """The microscope's word on a plan that went wrong."""
     try:
-        program = lower(graph, plan)
+        program = lower(graph.copy(), plan)
     except Exception as error:
         return f"lowering: {error}"
     values = dict(subject.model.named_parameters()) | dict(subject.model.named_buffers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ def leaf(*shape, dtype=torch.float32):
 def exact(q, k, v, mask=None, dropout=0.0, causal=False, scale=None, enable_gqa=False):
     """torch's own attention by its formula, in float64."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        wide = [x.double() for x in (q, k, v)]
+        q64, k64, v64 = (x.double() for x in (q, k, v))
         mask = mask.double() if mask is not None and mask.is_floating_point() else mask
-        out = F.scaled_dot_product_attention(*wide, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(q64, k64, v64, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)
         return out.to(q.dtype)
 
 
@@ -183,7 +184,8 @@ def test_cross_entropy_of_other_ranks(reduction):
     for (x, target), smoothing, w in itertools.product(pairs, (0.0, 0.2), (None, weight)):
         kw = {"weight": w, "label_smoothing": smoothing, "reduction": reduction}
         compare(cross_entropy.cross_entropy, F.cross_entropy, (x, target), **kw)
-    for old in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
+    olds: list[dict[str, Any]] = [{"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}]
+    for old in olds:
         compare(cross_entropy.cross_entropy, F.cross_entropy, pairs[1], **old)
 
 

@@ -198,17 +198,17 @@ def _conv(x, w, b, groups=1, transposed=False, stride=1, padding=1):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolution(transposed):
     x = r(3, 4, 5, 6)
-    w = r(4, 5, 3, 3) if transposed else r(5, 4, 3, 3)
-    proved(3, 2, aten.convolution.default, *_conv(x, w, r(5), transposed=transposed))
-    proved(3, 2, aten.convolution.default, *_conv(x, w, None, transposed=transposed, stride=2))
+    w, space = r(4, 5, 3, 3) if transposed else r(5, 4, 3, 3), 0 if transposed else 2
+    proved(3 + space, 2, aten.convolution.default, *_conv(x, w, r(5), transposed=transposed))
+    proved(3 + space, 2, aten.convolution.default, *_conv(x, w, None, transposed=transposed, stride=2))
     w = r(4, 3, 3, 3) if transposed else r(6, 2, 3, 3)
-    proved(4, 2, aten.convolution.default, *_conv(x, w, r(6), 2, transposed))
+    proved(4 + space, 2, aten.convolution.default, *_conv(x, w, r(6), 2, transposed))
 
 
 def test_convolution_of_other_dims():
-    proved(3, 2, aten.convolution.default, *_conv(r(3, 4, 7), r(6, 4, 3), r(6)))
-    proved(2, 2, aten.convolution.default, *_conv(r(3, 4, 7), r(4, 1, 3), r(4), 4))
-    proved(3, 2, aten.convolution.default, *_conv(r(3, 2, 3, 4, 3), r(2, 2, 3, 3, 3), r(2)))
+    proved(4, 2, aten.convolution.default, *_conv(r(3, 4, 7), r(6, 4, 3), r(6)))
+    proved(3, 2, aten.convolution.default, *_conv(r(3, 4, 7), r(4, 1, 3), r(4), 4))
+    proved(6, 2, aten.convolution.default, *_conv(r(3, 2, 3, 4, 3), r(2, 2, 3, 3, 3), r(2)))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -219,19 +219,24 @@ def test_convolution_backward(transposed, groups):
     args = _conv(x, w, r(6), groups, transposed)
     g = torch.randn_like(aten.convolution(*args))
     rest = args[3:]
-    free = 3 if groups == 1 else 4
-    for sizes, mask in (([6], [True, True, True]), (None, [True, True, False]), ([6], [False, True, True])):
-        proved(free, 1, aten.convolution_backward.default, g, x, w, sizes, *rest, mask)
+    free, alone = 3 if groups == 1 else 4, 0 if transposed else 2  # a call for the input or the weight alone splits space
+    for sizes, mask, space in (
+        ([6], [True, True, True], 0),
+        (None, [True, True, False], 0),
+        ([6], [False, True, True], alone),
+        (None, [True, False, False], alone),
+    ):
+        proved(free + space, 1, aten.convolution_backward.default, g, x, w, sizes, *rest, mask)
 
 
 def test_pools():
     x = r(3, 4, 6, 8)
     out, at = aten.max_pool2d_with_indices(x, [2, 2], [2, 2])
-    proved(2, 0, aten.max_pool2d_with_indices.default, x, [2, 2], [2, 2])
+    proved(4, 0, aten.max_pool2d_with_indices.default, x, [2, 2], [2, 2])
     back = aten.max_pool2d_with_indices_backward.default
-    proved(2, 1, back, torch.randn_like(out), x, [2, 2], [2, 2], [0, 0], [1, 1], False, at)
-    proved(2, 1, aten.avg_pool2d.default, x, [2, 2])
-    proved(2, 1, aten.avg_pool2d_backward.default, r(3, 4, 3, 4), x, [2, 2], [2, 2], [0, 0], False, True, None)
+    proved(4, 1, back, torch.randn_like(out), x, [2, 2], [2, 2], [0, 0], [1, 1], False, at)
+    proved(4, 1, aten.avg_pool2d.default, x, [2, 2])
+    proved(4, 1, aten.avg_pool2d_backward.default, r(3, 4, 3, 4), x, [2, 2], [2, 2], [0, 0], False, True, None)
     proved(2, 1, aten._adaptive_avg_pool2d.default, x, [3, 2])
     proved(2, 1, aten._adaptive_avg_pool2d_backward.default, r(3, 4, 3, 2), x)
     proved(2, 1, aten.avg_pool1d.default, r(3, 4, 6), [2])

@@ -18,13 +18,15 @@ from . import (
     norm,
     pieces,
     pointwise,
+    pools,
     random,
     reductions,
     scan,
     softmax,
     views,
 )
-from .dims import fitted, whole_rule
+from .dims import fitted
+from .discover import discovered_rule
 from .notation import Rule
 from .split import Call
 from .table import Table, merged
@@ -43,6 +45,7 @@ TABLE: Table = merged(
         batch_norm.TABLE,
         conv.TABLE,
         images.TABLE,
+        pools.TABLE,
         attention.TABLE,
         loss.TABLE,
         scan.TABLE,
@@ -56,13 +59,13 @@ BY_NAME: Table = contraction.BY_NAME
 
 
 def rule_of(call: Call) -> Rule:
-    """The rule of a call: the op's own, else the element-wise one where torch says it is, else a whole one."""
+    """The rule of a call: the op's own, else the element-wise one where torch says it is, else what trying it shows."""
     own = _own(call.target)
     if own is not None:
         return fitted(own(call), call)
     if _is_pointwise(call.target):
         return fitted(pointwise.pointwise_rule(call), call)
-    return whole_rule(call, note=f"no sharding rule for {call.target}")
+    return discovered_rule(call)
 
 
 def has_rule(target: Any) -> bool:

@@ -57,7 +57,8 @@ class Found:
 def _fits(f: Factor, call: Call) -> bool:
     if len(f.dims) != len(call.operands) or len(f.outs) != len(call.outputs):
         return False
-    sizes = {t.shape[d] if d in range(t.dim()) else None for d, t in zip(f.dims, call.operands, strict=True) if d is not None}
+    held = [(d, t) for d, t in zip(f.dims, call.operands, strict=True) if d is not None]
+    sizes = {t.shape[d] if d in range(t.dim()) else None for d, t in held}
     outs = [o for o in zip(f.outs, call.outputs, strict=True) if isinstance(o[1], torch.Tensor)]
     if not all(code in CODES for code, _ in outs):
         return False

@@ -1,4 +1,4 @@
-"""Pooling, resizing, padding and sampling: batch and channels free, space whole."""
+"""Adaptive pooling, resizing, padding and sampling: batch and channels free, space whole."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _over(space: int, *linear: set[int]) -> RuleOf:
 
 
 for _n in (1, 2, 3):
-    on(TABLE, *_ops(f"max_pool{_n}d_with_indices", f"adaptive_max_pool{_n}d"))(_over(_n))
-    on(TABLE, *_ops(f"max_pool{_n}d_with_indices_backward", f"adaptive_max_pool{_n}d_backward"))(_over(_n, {0}))
-    on(TABLE, *_ops(f"avg_pool{_n}d", f"_adaptive_avg_pool{_n}d", f"adaptive_avg_pool{_n}d"))(_over(_n, {0}))
-    on(TABLE, *_ops(f"avg_pool{_n}d_backward", f"_adaptive_avg_pool{_n}d_backward"))(_over(_n, {0}))
+    on(TABLE, *_ops(f"adaptive_max_pool{_n}d"))(_over(_n))
+    on(TABLE, *_ops(f"adaptive_max_pool{_n}d_backward"))(_over(_n, {0}))
+    on(TABLE, *_ops(f"_adaptive_avg_pool{_n}d", f"adaptive_avg_pool{_n}d"))(_over(_n, {0}))
+    on(TABLE, *_ops(f"_adaptive_avg_pool{_n}d_backward"))(_over(_n, {0}))
     on(TABLE, *_ops(f"reflection_pad{_n}d", f"replication_pad{_n}d"))(_over(_n, {0}))
     on(TABLE, *_ops(f"reflection_pad{_n}d_backward", f"replication_pad{_n}d_backward"))(_over(_n, {0}))
     on(TABLE, *_ops(f"max_unpool{_n}d"))(_over(_n, {0}))
@@ -55,6 +55,9 @@ for _name, _n in (("linear1d", 1), ("bilinear2d", 2), ("bicubic2d", 2), ("trilin
     on(TABLE, *_ops(f"upsample_{_name}", f"upsample_{_name}.vec", f"upsample_{_name}_backward"))(_over(_n, {0}))
 for _name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):
     on(TABLE, *_ops(_name, f"{_name}.vec", f"{_name}_backward"))(_over(2, {0}))
+
+
+on(TABLE, aten.avg_pool1d.default)(_over(1, {0}))
 
 
 @on(TABLE, aten.pixel_shuffle.default, aten.pixel_unshuffle.default)

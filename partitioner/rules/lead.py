@@ -28,12 +28,18 @@ def nothing(shape: Iterable[Any]) -> bool:
 
 def empty_call(call: Call, local: Local) -> tuple[Any, tuple, dict] | None:
     """The call of `zeros_of` for a rank one of whose operands is empty, though the whole one is not; else None."""
-    if not any(nothing(local.in_shape(i)) and not nothing(t.shape) for i, t in enumerate(call.operands)):
+    if not any(_starved(local, i) and not nothing(t.shape) for i, t in enumerate(call.operands)):
         return None
     tensors = [isinstance(x, torch.Tensor) for x in tree_leaves((call.args, call.kwargs))]
     like = tree_leaves((local.args, local.kwargs))[tensors.index(True)]
     shapes = [local.out_shape(j) if isinstance(o, torch.Tensor) else None for j, o in enumerate(call.outputs)]
     return zeros_of, (like, shapes, [getattr(o, "dtype", None) for o in call.outputs]), {}
+
+
+def _starved(local: Local, operand: int) -> bool:
+    """An operand is empty, and not only because all that this rank's windows see of it lies beyond its borders."""
+    spans = ((n, local.span(operand, d)) for d, n in enumerate(local.in_shape(operand)))
+    return any(isinstance(n, int) and n == 0 and not (span and span[1] > span[0]) for n, span in spans)
 
 
 def guarded(rule: Rule, call: Call) -> Rule:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
 
 from ...kernels import cross_entropy as _registers_the_ops  # noqa: F401
+from ..compat import decompositions
 from .dims import additive, rebound
 from .notation import Local, Rule, rule
 from .softmax import log_softmax_parts
@@ -44,27 +44,25 @@ def nll_backward(call: Call) -> Rule:
     return rule("t, t v, t -> t v", ordered="v", linear=additive(call, {0}), localize=localize)
 
 
-DECOMPOSITIONS: dict[Any, Any] = dict(
-    get_decompositions(
-        [
-            aten.nll_loss_forward,
-            aten.nll_loss_backward,
-            aten.nll_loss2d_forward,
-            aten.nll_loss2d_backward,
-            aten.mse_loss,
-            aten.mse_loss_backward,
-            aten.smooth_l1_loss,
-            aten.smooth_l1_loss_backward,
-            aten.huber_loss,
-            aten.huber_loss_backward,
-            aten.binary_cross_entropy,
-            aten.binary_cross_entropy_backward,
-            aten.binary_cross_entropy_with_logits,
-            aten.soft_margin_loss,
-            aten.soft_margin_loss_backward,
-            aten.multi_margin_loss,
-            aten.multilabel_margin_loss_forward,
-        ]
-    )
+DECOMPOSITIONS: dict[Any, Any] = decompositions(
+    [
+        aten.nll_loss_forward,
+        aten.nll_loss_backward,
+        aten.nll_loss2d_forward,
+        aten.nll_loss2d_backward,
+        aten.mse_loss,
+        aten.mse_loss_backward,
+        aten.smooth_l1_loss,
+        aten.smooth_l1_loss_backward,
+        aten.huber_loss,
+        aten.huber_loss_backward,
+        aten.binary_cross_entropy,
+        aten.binary_cross_entropy_backward,
+        aten.binary_cross_entropy_with_logits,
+        aten.soft_margin_loss,
+        aten.soft_margin_loss_backward,
+        aten.multi_margin_loss,
+        aten.multilabel_margin_loss_forward,
+    ]
 )
 """Losses as element-wise ops, gathers and sums."""

@@ -49,6 +49,7 @@ class Rule:
         sizes: sizes of factors that no dim shows alone (the h and d of `(h d)`).
         flops: floating-point operations of the whole call.
         note: why the op is not split more, for the plan's notes.
+        discovered: what was found out of an op that has no rule of its own, for the plan's notes.
     """
 
     inputs: tuple[Dims, ...]
@@ -63,6 +64,7 @@ class Rule:
     sizes: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     note: str = ""
+    discovered: str = ""
 
     @property
     def factors(self) -> tuple[str, ...]:

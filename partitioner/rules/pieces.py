@@ -2,7 +2,8 @@
 
 A range whose start, end and whole size share a divisor r leaves the dim `g x r`: g whole pieces of r, and r splits,
 since every rank then takes the same pieces of its own smaller r (the q, k and v of a packed projection). Where r is 1,
-or too small a part to be of use, the dim is whole.
+or too small a part to be of use, a slice reads its dim through a window of one row (`space.py`), and so does every pad:
+ranges shifted by some rows, such as the tokens but the last, or those before a causal convolution. Else the dim is whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..window import Window
 from .dims import (
     additive,
     argument,
@@ -29,6 +31,7 @@ from .dims import (
     without,
 )
 from .notation import Local, Rule
+from .space import edges
 from .split import Call
 from .table import Table, on
 
@@ -101,6 +104,10 @@ class Range:
         grain = Grain.of(size, (start, end)) if step == 1 and end > start else Grain(0)
         return Range(grain, start, end, step, grain.dim(size, "g"), grain.dim(length, "m"), {})
 
+    def slides(self, size: Any, length: Any) -> bool:
+        """Whether the short dim is no multiple of a part of the long one, but may read it through a window."""
+        return not self.grain.r and plain(size, length, self.start, self.end, self.step) and size > 1 and length > 1
+
     def local(self, local: Local) -> dict[str, Any]:
         """The arguments start and end of a rank."""
         if not self.grain.r:
@@ -121,18 +128,28 @@ class Range:
 
 @on(TABLE, aten.slice.Tensor, aten.slice_copy.Tensor)
 def slice_(call: Call) -> Rule:
-    """`a (g! r) -> a (m! r)`"""
+    """`a (g! r) -> a (m! r)`; without an r, `a g! -> a m` where m reads g through a window of one row."""
     x, y, a = call.operands[0].shape, call.outputs[0].shape, bound(call)
     at = dim_of(a["dim"], len(x))
     cut = Range.of(x[at], y[at], a["start"], a["end"], a["step"])
     dims = names(x)
     long, short = replaced(dims, at, cut.long), replaced(dims, at, cut.short)
+    if cut.slides(x[at], y[at]):
+        window = Window(1, cut.step, -cut.start)
+
+        def localize(local: Local) -> tuple[Any, tuple, dict]:
+            return rebound(local, start=0, end=local.in_shape(0)[at]) if local.span(0, at) else cut.localize(local)
+
+        more: dict[str, Any] = {"linear": additive(call, {0}), "localize": localize}
+        return cut.rule([long], [short], **more).but(
+            whole=frozenset({"g"}), ordered=frozenset({"m"}), windows={(0, at): ("m", window)}
+        )
     return cut.rule([long], [short], linear=additive(call, {0}), localize=cut.localize)
 
 
 @on(TABLE, aten.slice_backward.default)
 def slice_backward(call: Call) -> Rule:
-    """`a (m! r) -> a (g! r)`: the gradient in its range, zeros around it."""
+    """`a (m! r) -> a (g! r)`: the gradient in its range, zeros around it; without an r, g touches m."""
     y, x, a = call.operands[0].shape, call.outputs[0].shape, bound(call)
     at = dim_of(a["dim"], len(x))
     cut = Range.of(x[at], y[at], a["start"], a["end"], a["step"])
@@ -140,10 +157,19 @@ def slice_backward(call: Call) -> Rule:
 
     def localize(local: Local) -> tuple[Any, tuple, dict]:
         sizes = local_sizes(argument(local, "input_sizes"), local.out_shape())
-        return rebound(local, input_sizes=sizes, **cut.local(local))
+        if local.span(0, at) is None:
+            return rebound(local, input_sizes=sizes, **cut.local(local))
+        rows = local.in_shape(0)[at]
+        first = touched.rows(y[at], local.start("g"), local.size("g"))[0] * cut.step + cut.start - local.start("g")
+        start, end = (first, first + (rows - 1) * cut.step + 1) if rows else (0, 0)
+        return rebound(local, input_sizes=sizes, start=start, end=end)
 
     long, short = replaced(dims, at, cut.long), replaced(dims, at, cut.short)
-    return cut.rule([short], [long], linear=additive(call, {0}), localize=localize)
+    rule = cut.rule([short], [long], linear=additive(call, {0}), localize=localize)
+    if not cut.slides(x[at], y[at]):
+        return rule
+    touched = Window(1, cut.step, -cut.start, touched=True)
+    return rule.but(whole=frozenset({"m"}), ordered=frozenset({"g"}), windows={(0, at): ("g", touched)})
 
 
 @on(TABLE, aten.slice_scatter.default)
@@ -220,18 +246,25 @@ def stack(call: Call) -> Rule:
 
 @on(TABLE, aten.constant_pad_nd.default)
 def constant_pad(call: Call) -> Rule:
-    """`a (m! r) -> a (g! r)` in one padded dim; linear where it pads with 0. Two padded dims are whole."""
+    """`a m! -> a g`: g reads m through a window of one row, moved by what is put before; linear where it pads with 0."""
     x, y, a = call.operands[0].shape, call.outputs[0].shape, bound(call)
     pairs = {len(x) - 1 - i: tuple(a["pad"][2 * i : 2 * i + 2]) for i in range(len(a["pad"]) // 2)}
     padded = [d for d, (low, high) in pairs.items() if not (plain(low, high) and low == high == 0)]
-    only = padded[0] if len(padded) == 1 else -1
-    grain = Grain.of(y[only], (x[only], pairs[only][0])) if len(padded) == 1 else Grain(0)
+    seen = [d for d in padded if plain(x[d], y[d], *pairs[d]) and x[d] > 1 and y[d] > 1]
     into, out = names(x), names(x)
     for d in padded:
-        into, out = replaced(into, d, grain.dim(x[d], f"m{d}")), replaced(out, d, grain.dim(y[d], f"g{d}"))
+        into, out = replaced(into, d, _word("m", d, x[d])), replaced(out, d, _word("g", d, y[d]))
 
     def localize(local: Local) -> tuple[Any, tuple, dict]:
-        return rebound(local, pad=[grain.local(n, local) for n in a["pad"]])
+        sides = dict(pairs) | {d: side for d, side in zip(seen, edges(local, 0, seen), strict=True) if side is not None}
+        return rebound(local, pad=[n for d in pairs for n in sides[d]])
 
-    rule = grain.rule([into], [out], localize=localize if grain.r else None)
+    free = {f"g{d}" for d in seen}
+    whole = factors_in(*(dims[d : d + 1] for d in padded for dims in (into, out))) - free
+    windows = {(0, d): (f"g{d}", Window(1, 1, pairs[d][0])) for d in seen}
+    rule = Rule((into,), (out,), whole=whole, ordered=frozenset(free), windows=windows, localize=localize)
     return rule.but(linear=additive(call, {0})) if not a["value"] else rule
+
+
+def _word(tag: str, at: int, size: Any) -> tuple[str, ...]:
+    return () if unit(size) else (f"{tag}{at}",)

@@ -1,7 +1,7 @@
 """Reductions: over a factor that sums, means or bounds give partial values, else over whole dims.
 
 sum, mean     `a b -> a {b}`          amax   `a b -> a {b|max}`
-others        `a b! -> a`
+others        `a b! -> a`             var, std, norms, logsumexp, any, all: b splits written out (`spread`)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .dims import additive, bound, dims_of, factors_in, names, plain, rebound
 from .localops import mean_of
 from .notation import Dims, Local, Rule
 from .split import Call
+from .spread import written_out
 from .table import Table, on
 
 aten = torch.ops.aten
@@ -107,9 +108,13 @@ def amin(call: Call) -> Rule:
 @on(TABLE, aten.var_mean.default, aten.var_mean.dim, aten.var_mean.correction, aten.std_mean.correction)
 @on(TABLE, aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
 def whole_reduction(call: Call) -> Rule:
-    """`a b! -> a`, for each output"""
-    dims, out, _, factors = _dims(call)
-    return Rule((dims,), (out,) * len(call.outputs), whole=factors)
+    """`a b! -> a`, for each output; `a b -> a` by simpler reductions where there are such"""
+    dims, out, gone, factors = _dims(call)
+    outputs = (out,) * len(call.outputs)
+    parts = written_out(call, gone)
+    if parts is None:
+        return Rule((dims,), outputs, whole=factors)
+    return Rule((dims,), outputs, decompose=dict.fromkeys(sorted(factors), parts))
 
 
 @on(TABLE, aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default)

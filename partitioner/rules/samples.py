@@ -1,4 +1,4 @@
-"""Real tensors to try an unknown op on: small shapes that keep what its call's sizes have in common, and their values."""
+"""Real tensors to try an unknown op on: small shapes that keep what its call's sizes have in common, and values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .split import Call
 
 SMALL = 8
 """Sizes up to this are tried as they are."""
+LARGE = 64
+"""Sizes from this on are divided by `scaled`."""
 HALF = (torch.float16, torch.bfloat16)
 KINDS = ("positive", "signed", "wide")
 """Values of floats: in [0.1, 1.1]; normal; normal over five orders of magnitude."""
@@ -48,6 +50,19 @@ def _smaller(size: int, start: int, given: set[int], grain: int) -> int:
         if fair and all(n % g == size % g for g in grains):
             return n
     return size
+
+
+def scaled(call: Call) -> Sizes:
+    """Large sizes all divided by one power of two, so that each is still the same multiple of another."""
+    own = {n: n for t in call.operands for n in t.shape}
+    given = {n for n in numbers_of(call) if n > 1}
+    large = [n for n in own if n >= LARGE and n not in given]
+    for by in (1 << i for i in range(10, 0, -1)):
+        out = own | {n: n // by for n in large if n % by == 0}
+        apart = len(set(out.values())) == len(out) and min(out[n] for n in large) > 3 if large else False
+        if apart and all(n // by > 2 * g and n // by % g == n % g for n in large for g in given if g < n):
+            return out
+    return own
 
 
 def elements(call: Call, sizes: Sizes) -> int:

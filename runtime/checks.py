@@ -1,0 +1,108 @@
+"""What `compile` was given, checked before anything is captured: every fault of the options at once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.nn as nn
+
+from ..partitioner.errors import PlanError
+from ..partitioner.layout import parse
+from ..partitioner.mesh import Mesh
+from ..partitioner.plan import Plan
+
+
+def check_options(model: Any, mesh: Mesh, **given: Any) -> None:
+    """Check the options of `compile`, by their own names.
+
+    Raises:
+        PlanError: some option is none that compile takes; the message names every such option.
+    """
+    faults = list(_faults(model, mesh, given))
+    if faults:
+        raise PlanError("; ".join(faults))
+
+
+def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
+    if not isinstance(model, nn.Module):
+        yield f"model must be a torch.nn.Module, not {type(model).__name__}; put a function in a module's forward"
+    loss = given["loss"]
+    if callable(loss) and not (takes(loss, 1) or takes(loss, 2)):
+        yield "loss= must take (output) or (output, target); give its other arguments defaults or bind them with a lambda"
+    optimizer = given["optimizer"]
+    if optimizer is not None and not callable(optimizer):
+        yield (
+            f"optimizer= must be a function that makes one, not {type(optimizer).__name__}: write "
+            f"optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4), where m has this rank's shards"
+        )
+    if isinstance(given["zero"], bool) or given["zero"] not in (0, 1, 2, 3, "auto"):
+        yield f"zero={given['zero']!r}: the ZeRO stage is 0, 1, 2, 3 or 'auto'"
+    yield from _clip(given["clip_grad_norm"])
+    memory = given["memory"]
+    if memory is not None and not (_is_number(memory) and memory > 0):
+        yield f"memory={memory!r}: give the bytes a device may use, a positive number such as 80 * 2**30, or None"
+    yield from _pins(given["pin"], mesh)
+    if not isinstance(given["plan"], (str, Plan, type(None))):
+        yield f"plan= is a Plan or the text of one (plan.to_text()), not {type(given['plan']).__name__}"
+    yield from _batch_dims(model, given["batch_dims"])
+    if not isinstance(given["seed"], int):
+        yield f"seed={given['seed']!r}: give a whole number"
+
+
+def takes(fn: Callable, count: int) -> bool:
+    """Whether a function can be called with so many arguments; True where its signature cannot be read."""
+    try:
+        shape = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+    except (TypeError, ValueError):
+        return True
+    try:
+        shape.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def _clip(clip: Any) -> Iterator[str]:
+    if clip is None:
+        return
+    pair = clip if isinstance(clip, tuple) and len(clip) == 2 else (clip, 2.0)
+    if not all(_is_number(n) and n > 0 for n in pair):
+        yield f"clip_grad_norm={clip!r}: give the largest norm, or (largest norm, norm type), positive numbers"
+
+
+def _batch_dims(model: Any, dims: Any) -> Iterator[str]:
+    if not isinstance(dims, (dict, type(None))):
+        yield f"batch_dims={dims!r}: give {{argument index or name: dim}}, such as {{0: 1}}"
+        return
+    forward = inspect.signature(model.forward).parameters if isinstance(model, nn.Module) else {}
+    named = any(p.kind is p.VAR_KEYWORD for p in forward.values())
+    for key in dims or ():
+        if isinstance(key, str) and not named and key not in forward and key != "target":
+            yield f"batch_dims names {key!r}, but {type(model).__name__}.forward takes {list(forward)}"
+
+
+def _pins(pin: Any, mesh: Mesh) -> Iterator[str]:
+    if not isinstance(pin, (dict, type(None))):
+        yield f"pin={pin!r}: give {{name or glob: layout text}}, such as {{'*.mlp.up.weight': '[o:tp, i]'}}"
+        return
+    for name, text in (pin or {}).items():
+        if not isinstance(text, str):
+            yield f"pin {name!r}: {text!r} is no layout text; write one like '[o:tp, i]'"
+            continue
+        try:
+            dims, partial = parse(text)
+        except ValueError as fault:
+            yield f"pin {name!r}: {fault}"
+            continue
+        used = [a for dim in dims for axes in dim for a in axes] + [a for a, _ in partial]
+        if unknown := sorted(set(used) - set(mesh.names)):
+            yield f"pin {name!r}: {text!r} names the axes {unknown}; the mesh has {list(mesh.names)}"
+        if twice := sorted({a for a in used if used.count(a) > 1}):
+            yield f"pin {name!r}: {text!r} uses {twice} more than once; an axis splits one dim of a tensor"
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and not math.isnan(x)

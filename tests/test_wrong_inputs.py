@@ -1,0 +1,256 @@
+"""Wrong inputs: each gets an error of ours that names the fix. The table of docs/errors.md is made from this list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import meshwright as mw
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+PAGE_HEAD = """# Errors
+
+What one did, and what it says. The list is `tests/test_wrong_inputs.py`; the texts are what the errors say
+(`pytest tests/test_wrong_inputs.py --update-golden` writes this page).
+
+| what one did | what it says |
+|---|---|
+"""
+
+
+def mlp(out: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, out), nn.ReLU(), nn.Linear(out, 4))
+
+
+def mesh(**axes: int) -> mw.Mesh:
+    return mw.Mesh(**(axes or {"tp": 2}), device="cpu")  # type: ignore[arg-type]
+
+
+def mean(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def step(model: nn.Module | None = None, on: Any = None, x: torch.Tensor | None = None, **options: Any) -> mw.Compiled:
+    """Compile and run one step; `target` goes to the step."""
+    target = options.pop("target", None)
+    compiled = mw.compile(model or mlp(), on or mesh(), **({"loss": mean} | options))
+    compiled.step(torch.ones(4, 6) if x is None else x, target=target)
+    return compiled
+
+
+def untouched(**options: Any) -> mw.Compiled:
+    return mw.compile(mlp(), mesh(), **options)
+
+
+class Wilful(nn.Module):
+    """A linear layer whose forward then does something with the data's values."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.f, self.then = nn.Linear(6, 4), then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self.f(x))
+
+
+def branch(h: torch.Tensor) -> torch.Tensor:
+    return h * 2 if h.sum() > 0 else h
+
+
+def branch_by_item(h: torch.Tensor) -> torch.Tensor:
+    return h * 2 if h.mean().item() > 0.5 else h
+
+
+def by_numpy(h: torch.Tensor) -> torch.Tensor:
+    return h + torch.from_numpy(h.detach().numpy())
+
+
+class LearntLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return (output * self.w).mean()
+
+
+def backward_twice() -> None:
+    loss = mw.compile(mlp(), mesh())(torch.ones(4, 6)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def load(change: Callable[[dict[str, Any]], Any]) -> None:
+    compiled = step()
+    values = compiled.state_dict()
+    change(values)
+    compiled.load_state_dict(values)
+
+
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = mlp()
+    step(model)
+
+
+def plan_text() -> str:
+    return step().plan.to_text()
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What one did, how, and words that the error must say."""
+
+    what: str
+    do: Callable[[], Any]
+    says: str
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def other_sgd(m: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(mlp().parameters(), lr=0.1)
+
+
+LAUNCHED = (("RANK", "0"), ("WORLD_SIZE", "3"))
+HALF = '{"mesh": {"tp": 2}}'
+
+WRONG = [
+    # the mesh
+    Wrong("a mesh axis of size 0", lambda: mw.Mesh(dp=0), "at least 1; Mesh(dp=2, tp=4); got dp=0"),
+    Wrong("a mesh without axes", lambda: mw.Mesh(), "needs axes; got no axis"),
+    Wrong("a mesh size that is no whole number", lambda: mw.Mesh(dp=2.0), "got dp=2.0"),  # type: ignore[arg-type]
+    Wrong("an unknown device", lambda: mw.Mesh(dp=2, device="h1000"), "no device preset 'h1000'; h100"),
+    Wrong("an unknown link", lambda: mw.Mesh(dp=2, links={"dp": "wifi"}), "no link preset 'wifi'; nvlink4"),
+    Wrong("a link for an axis that the mesh has not", lambda: mw.Mesh(dp=2, links={"tp": "pcie4"}), "['tp']; ['dp']"),
+    Wrong("a dict as the mesh", lambda: mw.compile(mlp(), {"dp": 2}), "meshwright.Mesh; not dict; Mesh(dp=2, tp=2)"),
+    Wrong(
+        "a mesh of 2 ranks in a launch of 3 processes", lambda: mw.compile(mlp(), mesh(dp=2)),
+        "2 ranks; 3 processes; --nproc-per-node 2", LAUNCHED,
+    ),
+    # the model and its call
+    Wrong("a function as the model", lambda: mw.compile(mean, mesh()), "torch.nn.Module, not function"),  # type: ignore[arg-type]
+    Wrong("a branch on a tensor's value", lambda: step(Wilful(branch)), "data-dependent branch; torch.where; test_wrong_inputs.py"),
+    Wrong("a branch on .item()", lambda: step(Wilful(branch_by_item)), "data-dependent branch; test_wrong_inputs.py"),
+    Wrong(".numpy() in forward", lambda: step(Wilful(by_numpy)), "numpy; torch functions; test_wrong_inputs.py"),
+    Wrong(
+        "an embedding with sparse gradients", lambda: step(nn.Embedding(9, 4, sparse=True), x=torch.arange(4)),
+        "sparse gradient of 'weight'; sparse=False",
+    ),
+    Wrong("a meta-device model stepped without values", on_meta, "no values yet; load_state_dict"),
+    Wrong("an index out of range", lambda: step(nn.Embedding(9, 4), x=torch.tensor([0, 9])), "rank 0; embedding; index out of range"),
+    Wrong("batch_dims of an unknown argument", lambda: step(batch_dims={"nope": 0}), "'nope'; ['input']"),
+    Wrong("batch_dims of a dim that is not there", lambda: step(batch_dims={0: 7}), "[4, 6]; 0 to 1"),
+    Wrong("inputs= of another word", lambda: step(inputs="mine"), "'global' or 'local'"),
+    Wrong("inputs='local' in one process", lambda: step(on=mesh(dp=2), inputs="local"), "torchrun; global batch"),
+    # the loss
+    Wrong("a loss that is not 0-d", lambda: step(loss=lambda o: o.mean(0)), "0-d loss; (4,)"),
+    Wrong("no loss, and a model that returns none", lambda: step(loss=None), "0-d loss; loss=callable(output)"),
+    Wrong("a loss with parameters", lambda: step(loss=LearntLoss()), "parameters of its own; part of the model"),
+    Wrong("a loss that depends on no parameter", lambda: step(loss=lambda o: torch.ones(())), "does not depend on any parameter; frozen; detached"),
+    Wrong("a number as the loss", lambda: step(loss=0.5), "callable; got float"),
+    Wrong("a loss of three arguments", lambda: step(loss=lambda a, b, c: a.mean()), "(output) or (output, target)"),
+    Wrong("no target for a loss that takes one", lambda: step(loss=F.mse_loss), "no target; step(..., target=labels)"),
+    Wrong("a target for a loss that takes none", lambda: step(target=torch.ones(4)), "(output) alone; lambda output, target"),
+    Wrong("a target, but no loss", lambda: step(loss=None, target=torch.ones(4)), "target=; pass the loss"),
+    # the optimizer
+    Wrong(
+        "an optimizer that is not element-wise, on split parameters",
+        lambda: step(optimizer=lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS is not element-wise; 0.weight; AdamW; zero=0",
+    ),
+    Wrong("an optimizer factory that returns None", lambda: step(optimizer=lambda m: None), "returned NoneType; lambda m:"),
+    Wrong("an optimizer in place of a factory", lambda: step(optimizer=other_sgd(None)), "not SGD; lambda m:"),
+    Wrong("an optimizer of the model's own parameters", lambda: step(optimizer=other_sgd), "train nothing; m.parameters()"),
+    Wrong("a scheduler without an optimizer", lambda: untouched().scheduler(lambda o: None), "needs an optimizer; optimizer=lambda m:"),
+    Wrong("clip_grad_norm of a wrong kind", lambda: step(clip_grad_norm="1"), "clip_grad_norm='1'; positive"),
+    # layouts
+    Wrong("a pin with another number of dims", lambda: step(pin={"0.weight": "[o:tp]"}), "1 dims; has 2; one entry a dim"),
+    Wrong("a pin that cannot hold", lambda: step(on=mesh(tp=16), pin={"0.weight": "[o:tp, i]"}), "cannot hold for 0.weight; tp=16; legal there"),
+    Wrong("a pin that is no layout", lambda: step(pin={"0.weight": "o:tp i"}), "no layout; '[b:dp, s, h:tp] +cp'"),
+    Wrong("a pin on an axis that the mesh has not", lambda: step(pin={"0.weight": "[o:zz, i]"}), "['zz']; ['tp']"),
+    Wrong("a pin with one axis on two dims", lambda: step(pin={"0.weight": "[o:tp, i:tp]"}), "['tp'] more than once"),
+    Wrong("a pin for a name that is not there", lambda: step(pin={"0.wieght": "[o:tp, i]"}), "'0.wieght' names no parameter; '0.weight'"),
+    Wrong("zero=7", lambda: step(zero=7), "zero=7; 0, 1, 2, 3 or 'auto'"),
+    Wrong("memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; bytes; more ranks"),
+    Wrong("memory= as text", lambda: step(memory="2GB"), "memory='2GB'; bytes; 2**30"),
+    # saved plans
+    Wrong("a plan text that is no plan", lambda: step(plan="hello"), "no saved plan; plan.to_text()"),
+    Wrong("half a plan text", lambda: step(plan=HALF), "damaged; 'choices'; plan again"),
+    Wrong("a plan made for another mesh", lambda: step(on=mesh(tp=4), plan=plan_text()), "{'tp': 2}; {'tp': 4}; plan again"),
+    Wrong("a plan of another program", lambda: step(nn.Linear(6, 4), plan=plan_text()), "another program; calls differ; plan again"),
+    Wrong("a plan of a model of other sizes", lambda: step(mlp(7), plan=plan_text()), "0.weight; [7, 6]; plan again"),
+    Wrong("a number as the plan", lambda: step(plan=5), "plan.to_text(); not int"),
+    # what is asked of a compiled model
+    Wrong("backward twice", backward_twice, "once for each forward; call the model again"),
+    Wrong("gather of another word", lambda: untouched().gather("nonsense"), "'params', 'grads' or 'buffers'"),
+    Wrong("explain of an unknown name", lambda: step().explain("2.wieght"), "'2.wieght'; '0.weight'"),
+    Wrong("the plan before there is one", lambda: untouched().plan, "no plan yet; first call; args="),
+    Wrong("parameters before they are placed", lambda: list(untouched().parameters()), "nothing is placed yet; step(); args="),
+    Wrong("load_state_dict with a wrong shape", lambda: load(lambda d: d.update({"0.weight": torch.ones(2, 2)})), "0.weight is (2, 2), should be (8, 6)"),
+    Wrong("load_state_dict with missing keys", lambda: load(lambda d: d.pop("0.weight")), "missing 0.weight"),
+    Wrong("load_state_dict with unknown keys", lambda: load(lambda d: d.update(zz=torch.ones(1))), "unknown zz"),
+]  # fmt: skip
+
+
+def error_of(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in wrong.env:
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises((mw.MeshwrightError, ValueError)) as caught:
+            wrong.do()
+    finally:
+        monkeypatch.undo()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: re.sub(r"\W+", "-", w.what))
+def test_the_error_names_the_fix(wrong: Wrong, monkeypatch: pytest.MonkeyPatch):
+    text = error_of(wrong, monkeypatch)
+    missing = [words for words in wrong.says.split("; ") if words not in text]
+    assert not missing, f"{missing} not in: {text}"
+    assert len(text) < 700
+
+
+def test_every_fault_of_the_options_at_once():
+    with pytest.raises(mw.PlanError) as caught:
+        mw.compile(mlp(), mesh(), zero=7, memory=-1, seed=0.5, pin={"a": "b", "c": "[o:zz]"})  # type: ignore[arg-type]
+    assert all(words in str(caught.value) for words in ("zero=7", "memory=-1", "seed=0.5", "pin 'a'", "pin 'c'"))
+
+
+def test_load_state_dict_changes_nothing_when_it_fails():
+    compiled = step()
+    before = compiled.state_dict()
+    with pytest.raises(mw.MeshwrightError):
+        compiled.load_state_dict({"0.weight": torch.zeros(8, 6), "0.bias": torch.zeros(3)})
+    assert all(torch.equal(v, compiled.state_dict()[k]) for k, v in before.items())
+
+
+def test_a_checkpointed_region_with_dropout_keeps_one_mask():
+    """torch.utils.checkpoint is captured without its second forward, so a mask cannot be drawn twice."""
+
+    def region(h: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda t: F.dropout(t, 0.5), h, use_reentrant=False)  # type: ignore[return-value]
+
+    compiled = mw.compile(Wilful(region), mesh(dp=2), loss=lambda o: o.sum())
+    out = compiled(torch.ones(4, 6))
+    out.sum().backward()
+    kept = (out != 0).sum(0) * 2.0
+    torch.testing.assert_close(compiled.gather("grads")["f.bias"], kept)
+
+
+def test_the_page_lists_them(golden: Callable[[str, str], bool], monkeypatch: pytest.MonkeyPatch):
+    rows = [(w.what, error_of(w, monkeypatch)) for w in WRONG]
+    assert golden("docs/errors.md", PAGE_HEAD + "".join(f"| {what} | {_cell(text)} |\n" for what, text in rows))
+
+
+def _cell(text: str) -> str:
+    """One line, without what differs between machines and versions of torch."""
+    text = re.sub(r"/\S*/(\w+\.py):\d+", r"\1:LINE", text.partition("\n")[0])
+    text = re.sub(r"Could not guard on .*|\(Expecting.*?\)\)", "...)", text)
+    return text.replace("|", "\\|")
