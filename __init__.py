@@ -10,13 +10,14 @@ import torch.nn as nn
 
 from .partitioner.capture import capture
 from .partitioner.errors import CaptureError, LawError, MeshwrightError, PlanError
+from .partitioner.heads import fitted_mesh
 from .partitioner.mesh import Mesh
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, make_plan, replan
 from .passes.lower import lower
 from .runtime.checks import check_options, takes
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
-from .runtime.launch import comm_for, device_here, mesh_here
+from .runtime.launch import check_world, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
 from .runtime.verify import VerifyError
 
@@ -78,7 +79,8 @@ def compile(
         model, mesh, loss=loss, optimizer=optimizer, zero=zero, clip_grad_norm=clip_grad_norm, memory=memory, pin=pin,
         plan=plan, batch_dims=batch_dims, seed=seed,
     )  # fmt: skip
-    comm, device = comm_for(mesh, inputs), device_here()
+    check_world(mesh, inputs)
+    device = device_here()
 
     def build(request: Request):
         """The whole story: capture, plan, lower."""
@@ -86,17 +88,18 @@ def compile(
             model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
             backward=request.form != "forward", batch_dims=batch_dims,
         )  # fmt: skip
-        chosen = Plan.from_text(plan, mesh) if isinstance(plan, str) else plan
+        mesh_now = request.mesh or fitted_mesh(mesh, graph)
+        chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         resting = request.resting or (chosen and chosen.resting)
         options = Options(zero=zero, memory=memory, pin=dict(pin or {}), resting=resting)
         if chosen and request.form == "step":
-            graph, made = replan(graph, mesh, chosen, options)
+            graph, made = replan(graph, mesh_now, chosen, options)
         else:
-            graph, made = make_plan(graph, mesh, options)
+            graph, made = make_plan(graph, mesh_now, options)
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
     settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build)
-    compiled = Compiled(model, mesh, comm, device, settings)
+    compiled = Compiled(model, mesh, device, settings)
     given = dict(kwargs or {})
     target = given.pop("target", None)
     if (args or given) and not (needs_target(loss) and target is None):

@@ -314,7 +314,8 @@ def _named_faults(program: nn.Module) -> Iterator[None]:
             f"data-dependent {kind} in forward at {line}: what {type(program).__name__} computes next depends on "
             f"the values of a tensor, and one graph cannot hold both ways. Write it with torch.where or masks, pass "
             f"the decision as a python argument, or (mixture of experts in transformers) call "
-            f"model.set_experts_implementation('batched_mm'); nn.Transformer needs tgt_is_causal=True. ({fault})"
+            f"model.set_experts_implementation('batched_mm'); nn.Transformer needs tgt_is_causal=True. "
+            f"({str(fault).partition(chr(10))[0]})"
         ) from fault
     except RuntimeError as fault:
         if ".numpy() is not supported" not in str(fault):

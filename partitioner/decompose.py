@@ -42,6 +42,7 @@ def _replace(graph: fx.Graph, node: fx.Node, fn: Any) -> None:
     with fakes[0].fake_mode:
         traced = make_fx(run)(*fakes)
     env: dict[fx.Node, Any] = {}
+    taken = {n.name for n in graph.nodes}
     inputs = iter([leaves[i] for i in where])
     outputs: Any = None
     with graph.inserting_before(node):
@@ -51,13 +52,16 @@ def _replace(graph: fx.Graph, node: fx.Node, fn: Any) -> None:
             elif inner.op == "output":
                 outputs = tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, inner.args[0])
             else:
-                env[inner] = _copy(graph, inner, node, env, traced)
+                env[inner] = _copy(graph, inner, node, env, taken)
     _rewire(graph, node, outputs)
 
 
-def _copy(graph: fx.Graph, inner: fx.Node, outer: fx.Node, env: dict[fx.Node, Any], traced: fx.GraphModule) -> fx.Node:
+def _copy(graph: fx.Graph, inner: fx.Node, outer: fx.Node, env: dict[fx.Node, Any], taken: set[str]) -> fx.Node:
     new = graph.node_copy(inner, lambda n: env[n])
     new.name = f"{outer.name}_{inner.name}"
+    while new.name in taken:  # the mean of `var` beside a `var_mean`
+        new.name += "_"
+    taken.add(new.name)
     new.meta = dict(outer.meta) | {"val": inner.meta.get("val")}
     return new
 

@@ -195,7 +195,7 @@ def _put_together(parts: list[torch.Tensor], layout: Layout, mesh: Mesh, at: dic
     return out.reshape(layout.shape)
 
 
-_DIM = re.compile(r"^[\w.]*(:[\w+]+)?$")
+_DIM = re.compile(r"^[\w.]*(:[\w.+]+)?$")
 
 
 def parse(text: str) -> tuple[tuple[tuple[tuple[str, ...], ...], ...], tuple[tuple[str, str], ...]]:

@@ -97,7 +97,21 @@ class Mesh:
 
     def role(self, axis: str) -> str:
         """`"data"`, `"tensor"`, `"context"`, `"expert"`, `"pipeline"`, or `"free"`."""
-        return ROLES.get(axis, "free")
+        return ROLES.get(axis.partition(".")[0], "free")
+
+    def refined(self, axis: str, sizes: tuple[int, ...]) -> Mesh:
+        """The same ranks with one axis written as several, `tp` as `tp.0`, `tp.1`, the first outermost.
+
+        A factor that an axis is too large for can then be split by a part of it, and another factor by the rest.
+        """
+        axes, links = {}, {}
+        for name, n in self.axes:
+            parts = {f"{name}.{i}": k for i, k in enumerate(sizes)} if name == axis else {name: n}
+            axes |= parts
+            links |= dict.fromkeys(parts, self.link[name].name)
+        if math.prod(sizes) != self.sizes[axis]:
+            raise ValueError(f"{sizes} do not multiply to {axis}={self.sizes[axis]}")
+        return Mesh(device=self.device.name, links=links, **axes)
 
     @cached_property
     def coords(self) -> tuple[dict[str, int], ...]:

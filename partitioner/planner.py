@@ -25,7 +25,7 @@ from .cost import call_seconds, nbytes, reshard_seconds
 from .decompose import decompose_calls
 from .errors import PlanError
 from .factors import Factored, factor_graph
-from .graph import Graph, is_getitem, is_tensor, tensor_operands, where
+from .graph import Graph, is_getitem, is_tensor, tensor_operands, values_of, where
 from .layout import Layout, Spot, parse
 from .mesh import Mesh
 from .plan import Decision, Plan
@@ -293,7 +293,8 @@ class _AxisProblem:
             if not fnmatch.fnmatchcase(node.name, pattern):
                 continue
             shape = self.draft.factored.shapes[node]
-            wanted = _pinned_state(text, self.axis, self.draft.factored.whole(node))
+            first = next(v for v in values_of(node) if v is not None)
+            wanted = _pinned_state(text, self.axis, self.draft.factored.whole(first))
             kept = [c for c in self.legal.of(node, {}) if output_state(shape, 0, c) == wanted]
             if not kept:
                 raise PlanError(
@@ -400,7 +401,7 @@ def _pinned_state(text: str, axis: str, layout: Layout) -> State:
         return dict(partial)[axis]
     for i, dim in enumerate(dims):
         for j, axes in enumerate(dim):
-            if axis in axes:
+            if axis in axes or axis.partition(".")[0] in axes:
                 spot: Spot = (i, j if len(dim) == len(layout.dims[i]) else 0)
                 return spot
     return None

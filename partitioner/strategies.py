@@ -147,6 +147,9 @@ def _is_stacked(param: fx.Node) -> bool:
     return False
 
 
+HEADS = ("g", "r")
+"""The factors of attention that are its heads: `tp` must split one of them if it can."""
+
 HEAVY = 1.0
 """A call of at least this many flops is a contraction: `tp` must split its weight if it can."""
 
@@ -170,13 +173,29 @@ class Choices:
         wanted = {"data": self.marked.batch, "context": self.marked.sequence, "expert": self.marked.experts}
         if self.role in wanted:
             mine: list[Choice] = [leaf for leaf in legal if atoms[leaf] in wanted[self.role]]
+            if self.role == "context" and self._must_gather(node, mine):
+                mine += [leaf for leaf in legal if leaf not in mine and atoms[leaf] not in self.marked.batch]
             return mine or [*partial, None]
         if self.role == "tensor":
             legal = [leaf for leaf in legal if atoms[leaf] not in self.marked.batch]
             forced: list[Choice] = [leaf for leaf in legal if self._splits_weight(node, shape, leaf)]
+            if "meshwright.attention" in str(node.target):
+                forced = [leaf for leaf in legal if leaf[0] in HEADS]
             if forced:
                 return forced
         return [*partial, None, *legal]
+
+    def _must_gather(self, node: fx.Node, mine: list[Choice]) -> bool:
+        """Whether splitting the sequence leaves an operand's sequence whole, as attention's keys and values.
+
+        Such a call may split another factor instead: heads, with an all-to-all before and after (Ulysses).
+        """
+        shape = self.factored.shapes[node]
+        for k, operand in enumerate(tensor_operands(node)):
+            has = {a for d in self.factored.dims[operand] for a in d}
+            if has & self.marked.sequence and any(c and input_state(shape, k, c) is None for c in mine):
+                return True
+        return False
 
     def _legal(self, shape: Shape, leaf: Leaf, taken: dict[Leaf, tuple[str, ...]]) -> bool:
         name, index = leaf

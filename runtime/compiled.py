@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from ..partitioner.plan import Plan
 from ..partitioner.program import Program
 from .autograd import Suspended, Through
 from .comm import Comm
+from .initialise import initialise
+from .launch import comm_for
 from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
 from .runner import Runner
 from .signature import signature, text
@@ -33,13 +35,14 @@ PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be captured: a call, its form, and how parameters already rest."""
+    """What is to be captured: a call, its form, and how parameters already rest on which mesh."""
 
     form: str
     args: tuple
     kwargs: dict[str, Any]
     target: Any = None
     resting: Any = None
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class Compiled:
         grad_norm: the global gradient norm before clipping, of the last step that clipped.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, comm: Comm, device: torch.device, settings: Settings):
-        self.model, self.mesh, self.comm, self.device, self.settings = model, mesh, comm, device, settings
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, settings: Settings):
+        self.model, self.mesh, self.device, self.settings = model, mesh, device, settings
+        self._comm: Comm | None = None
         self.optimizer = Optimizers(settings.optimizer) if settings.optimizer else None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
@@ -72,6 +76,13 @@ class Compiled:
         self._runners: dict[Any, Runner] = {}
         self._last: Program | None = None
         self._anchor = torch.zeros((), requires_grad=True)
+
+    @property
+    def comm(self) -> Comm:
+        """What runs the ranks that live in this process."""
+        if self._comm is None:
+            self._comm = comm_for(self.mesh)
+        return self._comm
 
     # -- running
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,16 +128,16 @@ class Compiled:
 
     def trace(self, *args: Any, target: Any = None, **kwargs: Any) -> Program:
         """Capture, plan and lower a `step` call without running it."""
-        return self._runner(Request("step", args, kwargs, target)).program
+        return self._runner(Request("step", args, kwargs, target), runs=False).program
 
-    def _runner(self, request: Request) -> Runner:
+    def _runner(self, request: Request, runs: bool = True) -> Runner:
         call = (request.args, request.kwargs, request.target)
         key = signature(self.model, request.form, call)
         runner = self._runners.get(key)
         if runner is None:
             runner = self._capture(request, text(call))
             self._runners[key] = runner
-        if self._state is not None:
+        if runs and self._state is not None:
             self._state.require_values()
         self._last = runner.program
         return runner
@@ -139,9 +150,12 @@ class Compiled:
             )
         if len(self._runners) >= PROGRAMS:
             self._runners.pop(next(iter(self._runners)))
-        resting = self._state.layouts if self._state else None
-        program = self.settings.build(Request(request.form, request.args, request.kwargs, request.target, resting))
+        if self._state:
+            request = replace(request, resting=self._state.layouts, mesh=self.mesh)
+        program = self.settings.build(request)
         if self._state is None:
+            self._comm = self._comm if program.mesh == self.mesh else None
+            self.mesh = program.mesh
             self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device)
             if self.optimizer:
                 self.optimizer.attach(self._state)
@@ -193,7 +207,7 @@ class Compiled:
         return {key: found[state.aliases.get(key, key)] for key in self.model.state_dict() if _known(key, found, state)}
 
     def load_state_dict(self, values: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Take whole tensors, each rank its part.
+        """Take whole tensors, each rank its part. Buffers that the model does not save may be given too.
 
         Raises:
             MeshwrightError: missing or unknown keys (with `strict`), or a shape that differs; nothing is changed then.
@@ -202,6 +216,7 @@ class Compiled:
         own = {**{n: p for n, p in self.model.named_parameters()}, **dict(self.model.named_buffers())}
         kept = {k for k in self.model.state_dict() if state.aliases.get(k, k) in own}
         problems = [f"missing {k}" for k in sorted(kept - values.keys())] if strict else []
+        kept |= {k for k in values if k in state.buffers}
         problems += [f"unknown {k}" for k in sorted(values.keys() - kept)] if strict else []
         for key in sorted(kept & values.keys()):
             want, got = own[state.aliases.get(key, key)].shape, getattr(values[key], "shape", None)
@@ -213,6 +228,26 @@ class Compiled:
         for key in kept & values.keys():
             name = state.aliases.get(key, key)
             state.set_param(name, values[key]) if name in state.params else state.set_buffer(name, values[key])
+
+    def initialize(self, init: Callable[[nn.Module], None] | None = None) -> None:
+        """Give the tensors of a model made on the meta device their first values, equal on every mesh.
+
+        Args:
+            init: called with each module that holds such tensors; by default its `reset_parameters()`.
+
+        Raises:
+            MeshwrightError: some tensors got no value; names them.
+        """
+        initialise(self._have_state(), self.settings.seed, init)
+
+    def sampler(self, dataset: Any, shuffle: bool = True) -> torch.utils.data.DistributedSampler:
+        """The sampler for a DataLoader of this process: its data rank's part with inputs="local", else everything."""
+        data = [a for a in self.mesh.names if self.mesh.role(a) == "data"] if self.settings.local_inputs else []
+        rank = self.comm.ranks[0]
+        index = self.mesh.group(tuple(data), rank).index(rank) if data else 0
+        return torch.utils.data.DistributedSampler(
+            dataset, num_replicas=self.mesh.group_size(tuple(data)), rank=index, shuffle=shuffle, seed=self.settings.seed
+        )
 
     def scheduler(self, make: Callable[[torch.optim.Optimizer], Any]) -> Schedulers:
         """A learning-rate scheduler for each rank's optimizer, from a function of one optimizer.

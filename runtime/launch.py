@@ -36,11 +36,9 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-def comm_for(mesh: Mesh, inputs: str) -> Comm:
-    """The comm of this process.
-
-    Raises:
-        PlanError: the mesh does not match the number of processes, or `inputs` is neither "global" nor "local".
+def check_world(mesh: Mesh, inputs: str) -> None:
+    """Raises:
+    PlanError: the mesh does not match the number of processes, or `inputs` is neither "global" nor "local".
     """
     if inputs not in ("global", "local"):
         raise PlanError(f"inputs={inputs!r}: say 'global' or 'local'")
@@ -48,13 +46,17 @@ def comm_for(mesh: Mesh, inputs: str) -> Comm:
     if world == 1:
         if inputs == "local" and mesh.world_size > 1:
             raise PlanError("inputs='local' needs one process a rank (torchrun); in one process pass the global batch")
-        return InProcessComm(mesh)
+        return
     if world != mesh.world_size:
         raise PlanError(
             f"mesh {mesh} has {mesh.world_size} ranks, but {world} processes run; launch "
             f"torchrun --nproc-per-node {mesh.world_size}, or change the mesh"
         )
-    return DistributedComm(mesh, device_here())
+
+
+def comm_for(mesh: Mesh) -> Comm:
+    """The comm of this process: all ranks of the mesh, or the one that lives here."""
+    return InProcessComm(mesh) if launched() == 1 else DistributedComm(mesh, device_here())
 
 
 def device_here() -> torch.device:

@@ -84,7 +84,7 @@ class State:
             some = ", ".join(sorted(self.empty)[:3])
             raise MeshwrightError(
                 f"{len(self.empty)} tensors have no values yet ({some}, ...): the model was made on the meta device. "
-                f"Call load_state_dict(...) or initialize() first"
+                f"Give compile args= and call load_state_dict(...) before the first step"
             )
 
     def set_param(self, name: str, value: torch.Tensor) -> None:

@@ -84,7 +84,7 @@ def test_an_unknown_op_is_whole_and_says_so():
     call = Call(aten.linalg_inv_ex.default, (torch.eye(3),), {}, aten.linalg_inv_ex.default(torch.eye(3)))
     assert not has_rule(call.target)
     got = rule_of(call)
-    assert got.whole == set(got.factors) and "no sharding rule for aten.linalg_inv_ex" in got.note
+    assert got.whole == set(got.factors) and "no sharding rule for aten::linalg_inv_ex" in got.note
     number = Call(aten._local_scalar_dense.default, (x.sum(),), {}, 9.0)
     assert rule_of(number).outputs == (None,)
 

@@ -198,7 +198,17 @@ WRONG = [
 ]  # fmt: skip
 
 
+TEXTS: dict[str, str] = {}
+
+
 def error_of(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The text of the error; each wrong thing is done once."""
+    if wrong.what not in TEXTS:
+        TEXTS[wrong.what] = _raised(wrong, monkeypatch)
+    return TEXTS[wrong.what]
+
+
+def _raised(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in wrong.env:
         monkeypatch.setenv(name, value)
     try:

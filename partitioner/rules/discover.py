@@ -9,6 +9,7 @@ It is remembered here by the call's signature, and on disk.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,9 +123,7 @@ def _work(call: Call) -> Any:
         if isinstance(lab, str):
             return Found(why=lab).to_json()
         found = confirmed(lab, search(lab, attempt), attempt)
-        if found.factors or found.linear:
-            return found.to_json()
-        return Found(why=found.why or _why_not(call)).to_json()
+        return (found if found.factors or found.why else replace(found, why=_why_not(call))).to_json()
 
     return work
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import select
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -123,6 +125,8 @@ def _quiet() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(2 * PATIENCE))
     signal.signal(signal.SIGINT, signal.SIG_DFL)

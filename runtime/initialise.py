@@ -1,0 +1,84 @@
+"""First values for a model made on the meta device: one module at a time, each rank keeping its part.
+
+Every module draws on a generator seeded by (seed, its name) and makes its whole tensors, of which each rank takes its
+shard: the values are the same on every mesh, and no more than one module is whole at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+
+from ..partitioner.errors import MeshwrightError
+from .state import State
+
+
+def initialise(state: State, seed: int, init: Callable[[nn.Module], None] | None = None) -> None:
+    """Give every tensor without a value one.
+
+    Args:
+        init: called with each module that holds such tensors, on the CPU; by default its `reset_parameters()`.
+
+    Raises:
+        MeshwrightError: a module has no `reset_parameters`, or left some tensors as they were; names them.
+    """
+    missing: list[str] = []
+    for name, module in state.model.named_modules():
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        names = {k: state.aliases.get(_join(name, k), _join(name, k)) for k in own}
+        wanted = {k: full for k, full in names.items() if full in state.empty}
+        if not wanted:
+            continue
+        values = _values(module, name, seed, init)
+        for k, full in wanted.items():
+            if values is None or _untouched(values[k]):
+                missing.append(full)
+            elif full in state.params:
+                state.set_param(full, values[k])
+            else:
+                state.set_buffer(full, values[k])
+    if missing:
+        raise MeshwrightError(
+            f"{len(missing)} tensors got no value, such as {missing[0]}: their modules have no reset_parameters() that sets "
+            f"them. Pass initialize(init=function of a module), or load_state_dict(...)"
+        )
+
+
+def _join(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _values(
+    module: nn.Module, name: str, seed: int, init: Callable[[nn.Module], None] | None
+) -> dict[str, torch.Tensor] | None:
+    """The module's own tensors, made on the CPU; None when nothing can make them."""
+    twin = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
+    make = init or (lambda m: m.reset_parameters())
+    if init is None and not callable(getattr(twin, "reset_parameters", None)):
+        return None
+    tensors = {k: t for k, t in [*twin.named_parameters(recurse=False), *twin.named_buffers(recurse=False)]}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for t in tensors.values():
+            _mark(t)
+        torch.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        make(twin)
+    return {k: t.detach() for k, t in [*twin.named_parameters(recurse=False), *twin.named_buffers(recurse=False)]}
+
+
+def _mark(t: torch.Tensor) -> None:
+    """Fill with what no initialiser writes, to see later whether it was written at all."""
+    if t.is_floating_point() or t.is_complex():
+        t.fill_(math.nan)
+    elif t.dtype != torch.bool:
+        t.fill_(torch.iinfo(t.dtype).min)
+
+
+def _untouched(t: torch.Tensor) -> bool:
+    if t.is_floating_point() or t.is_complex():
+        return t.numel() > 0 and bool(t.isnan().all())
+    return t.dtype != torch.bool and t.numel() > 0 and bool((t == torch.iinfo(t.dtype).min).all())
