@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ import torch.nn as nn
 
 from .partitioner.capture import capture
 from .partitioner.errors import CaptureError, LawError, MeshwrightError, PlanError
+from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
+from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, make_plan, replan
@@ -82,12 +85,20 @@ def compile(
     check_world(mesh, inputs)
     device = device_here()
 
-    def build(request: Request):
-        """The whole story: capture, plan, lower."""
-        graph = capture(
+    def captured(request: Request) -> Graph:
+        return capture(
             model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
             backward=request.form != "forward", batch_dims=batch_dims,
         )  # fmt: skip
+
+    def build(request: Request):
+        """The whole story: capture, plan, lower."""
+        graph = captured(request)
+        if inputs == "local":
+            dims = batch_dims_of(graph)
+            call = (request.args, request.kwargs, request.target)
+            args, kwargs, target = grown(call, dims, data_ranks(mesh))
+            graph = replace(captured(replace(request, args=args, kwargs=kwargs, target=target)), batch=dims)
         mesh_now = request.mesh or fitted_mesh(mesh, graph)
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         resting = request.resting or (chosen and chosen.resting)

@@ -4,14 +4,14 @@ A convolution or pool of kernel k, stride s, padding p and dilation d makes outp
 
     o s - p + d j,   j = 0 ... k - 1
 
-so output rows [a, b) read the rows [a s - p, (b - 1) s - p + d (k - 1) + 1), less those beyond the borders. In the other
-direction, input rows [a, b) are touched by the windows of the output rows
+so output rows [a, b) read the rows [a s - p, (b - 1) s - p + d (k - 1) + 1), less those beyond the borders. In the
+other direction, input rows [a, b) are touched by the windows of the output rows
 
     [ceil((a + p - d (k - 1)) / s), floor((b - 1 + p) / s) + 1)
 
-A pad or a slice is a window of one row: k = 1, p the rows put before (negative: cut off). `Through` says of a factor of a
-layout that a rank holds what a piece of the other dim needs, rather than a piece of its own; `exchange` is who has to send
-what to whom when each rank holds its own piece. Pieces may be shorter than a window: then ranks further away send too.
+A pad or a slice is a window of one row: k = 1, p the rows put before (negative: cut off). `Through` says of a factor of
+a layout that a rank holds what a piece of the other dim needs, rather than a piece of its own; `exchange` is who has to
+send what to whom when each rank holds its own piece. Pieces may be shorter than a window: ranks further away send too.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def reshard_program(x: torch.Tensor, before: Layout, after: Layout, mesh: Mesh, 
 
 
 def gather(comm: Comm, mesh: Mesh, parts: list[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """The whole tensor, on every rank, from the parts of this process's ranks."""
+    """The whole tensor, on every rank, from the parts of this process's ranks; it shares no memory with them."""
+    if layout.is_whole:
+        return parts[0].clone()
     programs = [reshard_program(p, layout, layout.unsplit(), mesh, r) for p, r in zip(parts, comm.ranks, strict=True)]
     return comm.run(programs)[0]  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from cases.oracle import Eager
 from compare import all_too_far, exact_copy
 from meshwright.partitioner.compat import fake_mode
-from meshwright.partitioner.rules import discover, rulecache
+from meshwright.partitioner.rules import discover, rulecache, sandbox
 from meshwright.partitioner.rules.every import rule_of
 from meshwright.partitioner.rules.found import line_of
 from meshwright.partitioner.rules.notation import Rule
@@ -93,6 +94,16 @@ def fragile(x: Tensor) -> Tensor:
 
 
 fragile.register_fake(torch.empty_like)
+
+
+@torch.library.custom_op("discovery::stuck", mutates_args=())
+def stuck(x: Tensor) -> Tensor:
+    while x.shape[0] % 2:
+        time.sleep(1)
+    return x * 2
+
+
+stuck.register_fake(torch.empty_like)
 
 
 @torch.library.custom_op("discovery::noise", mutates_args=())
@@ -209,7 +220,12 @@ def test_a_number_that_is_no_size_of_a_split_dim_leaves_the_others_free():
     assert line_of(rule("grouped", T(6, 4, 5), 6)) == "a b c -> a b c (a c whole)"
 
 
-def test_crashes_and_hangs_harm_no_one(capfd: pytest.CaptureFixture[str], forks: list[int]):
+def test_a_trial_that_hangs_is_no_split(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sandbox, "SILENCE", 3.0)
+    assert line_of(rule("stuck", T(8, 6))) == "a b -> a b (a whole)"
+
+
+def test_crashes_harm_no_one(capfd: pytest.CaptureFixture[str], forks: list[int]):
     assert rule("fragile", T(8, 6)).discovered
     assert len(forks) > 1 and capfd.readouterr() == ("", "")
 

@@ -219,7 +219,7 @@ def test_convolution_backward(transposed, groups):
     args = _conv(x, w, r(6), groups, transposed)
     g = torch.randn_like(aten.convolution(*args))
     rest = args[3:]
-    free, alone = 3 if groups == 1 else 4, 0 if transposed else 2  # a call for the input or the weight alone splits space
+    free, alone = 3 if groups == 1 else 4, 0 if transposed else 2  # calls for the input or the weight alone split space
     for sizes, mask, space in (
         ([6], [True, True, True], 0),
         (None, [True, True, False], 0),
@@ -244,8 +244,9 @@ def test_pools():
 
 def test_resize_and_pad():
     x = r(3, 4, 3, 4)
-    proved(2, 1, aten.upsample_nearest2d.vec, x, None, [2.0, 2.0])
-    proved(2, 1, aten.upsample_nearest2d_backward.default, r(3, 4, 6, 8), [6, 8], [3, 4, 3, 4])
+    proved(4, 1, aten.upsample_nearest2d.vec, x, None, [2.0, 2.0])
+    proved(2, 1, aten.upsample_nearest2d.default, x, [6, 9])
+    proved(4, 1, aten.upsample_nearest2d_backward.default, r(3, 4, 6, 8), [6, 8], [3, 4, 3, 4])
     proved(2, 1, aten.upsample_bilinear2d.default, x, [6, 8], False)
     proved(2, 1, aten.upsample_bilinear2d_backward.default, r(3, 4, 6, 8), [6, 8], [3, 4, 3, 4], False)
     proved(2, 1, aten.reflection_pad2d.default, x, [1, 1, 1, 1])

@@ -12,6 +12,7 @@ from .lead import guarded, lead_rule, own_whole
 from .notation import Local, Rule
 from .split import Call
 from .table import RuleOf, Table, on
+from .upsample import nearest
 
 aten = torch.ops.aten
 TABLE: Table = {}
@@ -50,7 +51,7 @@ for _n in (1, 2, 3):
     on(TABLE, *_ops(f"max_unpool{_n}d"))(_over(_n, {0}))
     for _kind in ("nearest", "_nearest_exact"):
         _name = f"upsample_{_kind}{_n}d" if _kind == "nearest" else f"_upsample_nearest_exact{_n}d"
-        on(TABLE, *_ops(_name, f"{_name}.vec", f"{_name}_backward"))(_over(_n, {0}))
+        on(TABLE, *_ops(_name, f"{_name}.vec", f"{_name}_backward"))(nearest(_n, _over(_n, {0})))
 for _name, _n in (("linear1d", 1), ("bilinear2d", 2), ("bicubic2d", 2), ("trilinear3d", 3)):
     on(TABLE, *_ops(f"upsample_{_name}", f"upsample_{_name}.vec", f"upsample_{_name}_backward"))(_over(_n, {0}))
 for _name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):

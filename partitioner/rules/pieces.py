@@ -2,8 +2,8 @@
 
 A range whose start, end and whole size share a divisor r leaves the dim `g x r`: g whole pieces of r, and r splits,
 since every rank then takes the same pieces of its own smaller r (the q, k and v of a packed projection). Where r is 1,
-or too small a part to be of use, a slice reads its dim through a window of one row (`space.py`), and so does every pad:
-ranges shifted by some rows, such as the tokens but the last, or those before a causal convolution. Else the dim is whole.
+or too small a part to be of use, a slice reads its dim through a window of one row (`space.py`), and so does every
+pad: ranges shifted by some rows, as the tokens but the last, or those of a causal convolution. Else the dim is whole.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def stack(call: Call) -> Rule:
 
 @on(TABLE, aten.constant_pad_nd.default)
 def constant_pad(call: Call) -> Rule:
-    """`a m! -> a g`: g reads m through a window of one row, moved by what is put before; linear where it pads with 0."""
+    """`a m! -> a g`: g reads m through a window of one row, moved by what is put before; linear if it pads with 0."""
     x, y, a = call.operands[0].shape, call.outputs[0].shape, bound(call)
     pairs = {len(x) - 1 - i: tuple(a["pad"][2 * i : 2 * i + 2]) for i in range(len(a["pad"]) // 2)}
     padded = [d for d, (low, high) in pairs.items() if not (plain(low, high) and low == high == 0)]

@@ -150,9 +150,9 @@ def _average(n: int) -> None:
 
 
 def _moved(index: torch.Tensor, old: Sequence[int], new: Sequence[int], by: Sequence[int]) -> list[torch.Tensor]:
-    """A flat index in a box `old` as the coordinates in another, which are larger by `by`, and whether it is in `new`."""
+    """A flat index in a box `old` as one in the box `new`, coordinates larger by `by`; and whether it lies in it."""
     inside, at, rest = torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index), index
-    for j, (size, room, shift) in enumerate(zip(old, new, by, strict=True)):
+    for j, (room, shift) in enumerate(zip(new, by, strict=True)):
         minor = math.prod(old[j + 1 :])
         place = rest // minor + shift
         rest = rest % minor

@@ -36,7 +36,9 @@ class Space:
     first: int
 
     @staticmethod
-    def of(x: Sequence[Any], out: Sequence[Any], geometry: Sequence[tuple[Any, ...]], first: int, alone: bool = False) -> Space:
+    def of(
+        x: Sequence[Any], out: Sequence[Any], geometry: Sequence[tuple[Any, ...]], first: int, alone: bool = False
+    ) -> Space:
         """`x`, `out`: the shapes. `geometry`: (kernel, stride, padding, dilation) of each dim from `first` on.
 
         `alone`: rows keep their numbers, so that even a window of one row is one.
@@ -112,7 +114,7 @@ def covered(local: Local, operand: int, space: Space) -> list[tuple[int, int] | 
 
 
 def trims(local: Local, spans: Sequence[tuple[int, int] | None]) -> Sides:
-    """Per spatial dim what is put before and behind (cut off, where negative) so that rows `spans` are the rank's own."""
+    """Per spatial dim what is put before and behind (cut off, if negative) so that rows `spans` are the rank's own."""
     starts = [(local.start(f"s{j}"), local.size(f"s{j}")) for j in range(len(spans))]
     both = zip(spans, starts, strict=True)
     return tuple((0, 0) if span is None else (span[0] - a, a + n - span[1]) for span, (a, n) in both)
@@ -182,7 +184,7 @@ def weight_gradient(
 def apart(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """`convolution_backward` as two calls, the input's gradient and the weight's: each splits over space its own way."""
+    """`convolution_backward` as two calls, the input's gradient and the weight's: each splits space its own way."""
     *geometry, mask = rest
     op = torch.ops.aten.convolution_backward
     dx = op(grad, x, weight, None, *geometry, [True, False, False])[0]
