@@ -18,6 +18,7 @@ from ..partitioner.explain import explain
 from ..partitioner.mesh import Mesh
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
+from .agree import check_agreement
 from .autograd import Suspended, Through
 from .comm import Comm
 from .initialise import initialise
@@ -159,6 +160,7 @@ class Compiled:
             self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device)
             if self.optimizer:
                 self.optimizer.attach(self._state)
+        check_agreement(program, self.comm, self.device)
         return Runner(program, self._state, self.comm, self.device)
 
     def _have_state(self) -> State:

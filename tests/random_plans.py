@@ -20,6 +20,7 @@ from meshwright.partitioner.planner import Decide, Options, make_plan
 from meshwright.partitioner.solve import Problem
 from meshwright.passes.lower import lower
 from meshwright.runtime import verify
+from meshwright.runtime.autograd import Suspended
 from meshwright.runtime.inprocess import InProcessComm
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.state import State
@@ -155,16 +156,19 @@ SINGLE = {"t5": 1e-4, "moe": 1e-4}
 
 
 class Subject:
-    """A model captured in float64, and what one device makes of it."""
+    """A model captured in float64, and what one device makes of it.
 
-    def __init__(self, name: str):
+    `form`: "step", or "autograd" with its pause between forward and backward.
+    """
+
+    def __init__(self, name: str, form: str = "step"):
         torch.manual_seed(0)
-        self.name, self.far = name, SINGLE.get(name, 1e-9)
+        self.name, self.form, self.far = name, form, SINGLE.get(name, 1e-9)
         model, batch = MODELS[name]()
         self.model = model.double()
         self.batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
         self.tensors = [v for v in self.batch.values() if isinstance(v, torch.Tensor)]
-        self.graph: Graph = capture(self.model, (), self.batch, loss=lambda out, target: out)
+        self.graph: Graph = capture(self.model, (), self.batch, loss=(lambda out, target: out) if form == "step" else None)
         self.want: dict[str, torch.Tensor | None] = self._one_device()
 
     def _one_device(self) -> dict[str, torch.Tensor | None]:
@@ -195,7 +199,13 @@ def run(subject: Subject, graph: Graph, plan: Plan) -> dict[str, torch.Tensor | 
     """One step of a plan: loss, gradients and buffers, whole."""
     comm, cpu = InProcessComm(plan.mesh), torch.device("cpu")
     state = State(subject.model, plan.resting, plan.mesh, comm, cpu)
-    (loss,) = Runner(lower(graph.copy(), plan), state, comm, cpu).run(subject.tensors, 0)
+    runner = Runner(lower(graph.copy(), plan, subject.form), state, comm, cpu)
+    if subject.form == "step":
+        (loss,) = runner.run(subject.tensors, 0)
+    else:
+        suspended = Suspended(runner, subject.tensors, 0, False)
+        (loss,) = suspended.outputs
+        suspended.backward([torch.ones_like(loss)])
     got = {"loss": loss} | {f"grad {n}": state.whole_grad(n) for n in state.params}
     return got | {f"buffer {n}": state.whole_buffer(n) for n in state.buffers}
 
@@ -222,6 +232,8 @@ def differs(want: torch.Tensor, got: torch.Tensor | None, far: float) -> str | N
 
 def first_difference(subject: Subject, graph: Graph, plan: Plan) -> str:
     """The microscope's word on a plan that went wrong."""
+    if subject.form != "step":
+        return "(the microscope looks at step programs)"
     try:
         program = lower(graph.copy(), plan)
     except Exception as error:

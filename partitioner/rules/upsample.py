@@ -37,8 +37,7 @@ def _floats(value: Any) -> list[float]:
 
 def spread(x: torch.Tensor, sizes: Sequence[int], cuts: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Resized to `sizes`, then per dim cut to (start, length)."""
-    ops = {1: aten.upsample_nearest1d, 2: aten.upsample_nearest2d, 3: aten.upsample_nearest3d}
-    y = ops[len(sizes)].default(x, list(sizes))
+    y = getattr(aten, f"upsample_nearest{len(sizes)}d").default(x, list(sizes))
     for j, (start, length) in enumerate(cuts):
         y = y.narrow(x.dim() - len(sizes) + j, start, length)
     return y.contiguous()
@@ -46,9 +45,8 @@ def spread(x: torch.Tensor, sizes: Sequence[int], cuts: Sequence[tuple[int, int]
 
 def gathered(grad: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The gradient of an input of `shape` that was resized to the gradient's size."""
-    n = len(shape) - 2
-    ops = {1: aten.upsample_nearest1d_backward, 2: aten.upsample_nearest2d_backward, 3: aten.upsample_nearest3d_backward}
-    return ops[n].default(grad, list(grad.shape[2:]), list(shape))
+    op = getattr(aten, f"upsample_nearest{len(shape) - 2}d_backward").default
+    return op(grad, list(grad.shape[2:]), list(shape))
 
 
 def nearest(n: int, otherwise: RuleOf) -> RuleOf:
