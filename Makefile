@@ -7,6 +7,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The ops of the demo and the tests are small: more threads only wait for each other.
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-quick check clean
 

@@ -129,7 +129,9 @@ def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch
         if wants and target is None:
             raise PlanError("the loss takes (output, target), but there is no target: call step(..., target=labels)")
         if loss is not None and target is not None and not takes(loss, 2):
-            raise PlanError("the loss takes (output) alone, but there is a target: write loss=lambda output, target: ...")
+            raise PlanError(
+                "the loss takes (output) alone, but there is a target: write loss=lambda output, target: ..."
+            )
         if loss is None and target is not None:
             raise PlanError(
                 "target= is for loss=callable(output, target), which compile was not given: pass the loss, or give the "

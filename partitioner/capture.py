@@ -15,7 +15,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +36,12 @@ from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
 
 from ..kernels import attention, cross_entropy, rms_norm
+from .batch import batch_of
 from .canonical import clean, place_random_ops, start_from_loss
 from .compat import without_mkldnn
 from .errors import CaptureError
 from .graph import Graph, Role
+from .outputs import TENSOR, Traced, as_trees, result_builder, unaliased
 from .rules.loss import DECOMPOSITIONS
 
 SWAPS: dict[Callable, Callable] = {
@@ -54,18 +55,6 @@ SWAPS: dict[Callable, Callable] = {
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INTERNAL = tuple(_HERE + room for room in ("partitioner", "passes", "runtime", "kernels", "__init__"))
-
-
-@dataclass
-class Traced:
-    """What a trace leaves beside the graph: the form of the model's output."""
-
-    spec: pytree.TreeSpec | None = None
-    leaves: tuple[Any, ...] = ()
-
-
-_TENSOR = object()
-"""Stands for a tensor among the leaves of an output."""
 
 
 class Lifted(nn.Module):
@@ -90,54 +79,11 @@ class Lifted(nn.Module):
         program: Any = self.program
         out = torch.func.functional_call(program, tied, args, kwargs, tie_weights=True)
         out = self.finish(out, target)
-        leaves, spec = pytree.tree_flatten(_as_trees(out))
-        leaves = _unaliased(leaves, tensors)
+        leaves, spec = pytree.tree_flatten(as_trees(out))
+        leaves = unaliased(leaves, tensors)
         self.traced.spec = spec
-        self.traced.leaves = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
+        self.traced.leaves = tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
-
-
-@dataclass(frozen=True)
-class _Record:
-    """A dataclass output as a tree: its type and its fields."""
-
-    type: type
-    fields: dict[str, Any]
-
-
-pytree.register_pytree_node(
-    _Record,
-    lambda r: (list(r.fields.values()), (r.type, tuple(r.fields))),
-    lambda values, c: c[0](**dict(zip(c[1], values, strict=True))),
-)
-
-
-def _as_trees(out: Any) -> Any:
-    """The output with plain dataclasses (which pytree does not know) made walkable."""
-    import dataclasses
-
-    def open_up(x: Any) -> Any:
-        if dataclasses.is_dataclass(x) and not isinstance(x, (type, _Record)) and not _known(x):
-            return _Record(type(x), {f.name: _as_trees(getattr(x, f.name)) for f in dataclasses.fields(x)})
-        return x
-
-    return pytree.tree_map(open_up, out)
-
-
-def _known(x: Any) -> bool:
-    return type(x) in pytree.SUPPORTED_NODES
-
-
-def _unaliased(leaves: list[Any], inputs: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Outputs that are views, inputs, or one tensor twice are copied: else AOT would tie their gradients together."""
-    seen = {id(t) for t in inputs}
-    out = []
-    for x in leaves:
-        if isinstance(x, torch.Tensor):
-            x = x.clone() if id(x) in seen or x._is_view() or isinstance(x, nn.Parameter) else x
-            seen.add(id(x))
-        out.append(x)
-    return out
 
 
 class Recorder(TorchFunctionMode):
@@ -147,7 +93,7 @@ class Recorder(TorchFunctionMode):
         line = user_line(sys._getframe(1))
         if line:
             fx_traceback.current_meta["stack_trace"] = line
-        call: Callable = SWAPS.get(func, func)
+        call: Any = SWAPS.get(func, func)
         return call(*args, **(kwargs or {}))
 
 
@@ -259,7 +205,7 @@ def capture(
         roles = start_from_loss(graph, roles)
     graph, roles = place_random_ops(graph, roles, seed)
     clean(graph)
-    result = _result(traced)
+    result = result_builder(traced)
     return Graph(
         graph,
         roles,
@@ -267,7 +213,7 @@ def capture(
         {k: _plain(v) for k, v in constants.items()},
         result,
         tuple(map(_path_name, paths)),
-        _batch(args, {**kwargs, "target": target}, batch_dims or {}),
+        batch_of(args, {**kwargs, "target": target}, batch_dims or {}),
     )
 
 
@@ -404,47 +350,6 @@ def _roles_out(joint: Any) -> tuple[Role, ...]:
     return next(n for n in joint.graph_module.graph.nodes if n.op == "output").meta["roles"]
 
 
-def _result(traced: Traced) -> Callable[[list], Any]:
-    """From the output's tensors to what the program returned: its containers and plain values around them."""
-    spec, leaves = traced.spec, traced.leaves
-    assert spec is not None
-
-    def build(tensors: list) -> Any:
-        it = iter(tensors)
-        return pytree.tree_unflatten([next(it) if leaf is _TENSOR else leaf for leaf in leaves], spec)
-
-    return build
-
-
 def _path_name(path: str) -> str:
     inner = path.removeprefix("[0]").removeprefix("[1]").removeprefix("[2]")
     return inner.replace("['", ".").replace("']", "").lstrip(".") or path
-
-
-def _batch(args: tuple, kwargs: dict, given: dict[Any, int | None]) -> tuple[int | None, ...]:
-    """Per tensor of the call its batch dim: as given, else dim 0 of the first tensor that is not spoken of."""
-    _check_batch(args, kwargs, given)
-    out: list[int | None] = []
-    open_seat = all(d is None for d in given.values())
-    for key, value in [*enumerate(args), *kwargs.items()]:
-        for t in pytree.tree_leaves(value):
-            if not isinstance(t, torch.Tensor):
-                continue
-            first = open_seat and key not in given and t.dim() > 0
-            open_seat = open_seat and not first
-            out.append(given.get(key, 0 if first else None))
-    return tuple(out)
-
-
-def _check_batch(args: tuple, kwargs: dict, given: dict[Any, int | None]) -> None:
-    """Raises:
-    CaptureError: batch_dims names a dim that a tensor has not.
-    """
-    call = {**dict(enumerate(args)), **kwargs}
-    for key, dim in given.items():
-        for t in pytree.tree_leaves(call.get(key)):
-            if isinstance(t, torch.Tensor) and dim is not None and not (isinstance(dim, int) and 0 <= dim < t.dim()):
-                raise CaptureError(
-                    f"batch_dims={{{key!r}: {dim!r}}}, but that tensor is {list(t.shape)}: give a dim of 0 to "
-                    f"{t.dim() - 1}, or None where it has no batch"
-                )

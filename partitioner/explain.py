@@ -71,7 +71,8 @@ def explain(plan: Plan, name: str) -> str:
             lines += [f"  {axis}: {_reason(plan, call, axis, choice)}" for axis, choice in by.items()]
     if not lines:
         near = sorted({m for m, _, _ in plan.modules.values() if m} | set(plan.resting))
-        close = difflib.get_close_matches(name, near, 5) or [n for n in near if name.split(".")[-1] in n][:5] or near[:5]
+        alike = [n for n in near if name.split(".")[-1] in n][:5]
+        close = difflib.get_close_matches(name, near, 5) or alike or near[:5]
         raise PlanError(f"nothing in the plan is called {name!r}; there are, for example, {close}")
     return "\n".join(lines)
 

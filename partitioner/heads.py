@@ -1,8 +1,8 @@
 """Fewer key/value heads than tensor ranks: write the tensor axis as two.
 
-Attention over h = g x r query heads (g key/value heads, each read by r query heads) can be split over n ranks as long as
-one of the factors that h is made of divides by n. When none does, but n = k n' with k dividing one of them and n' a later
-one, the axis is written as k x n': the outer part splits the key/value heads, the inner one the query heads that
+Attention over h = g x r query heads (g key/value heads, each read by r query heads) can be split over n ranks as long
+as one of the factors that h is made of divides by n. When none does, but n = k n' with k dividing one of them and n' a
+later one, the axis is written as k x n': the outer part splits the key/value heads, the inner one the query heads that
 share one; keys and values are then whole on the inner part. (Llama with 2 key/value heads and tp=4: 2 x 2.)
 """
 
@@ -34,7 +34,7 @@ def _composite(n: int) -> bool:
 
 
 def two_parts(heads: tuple[int, ...], n: int) -> tuple[int, int] | None:
-    """(k, n / k): how to write an axis of n ranks for heads made of these factors; None when one factor takes it all."""
+    """(k, n / k): how to write an axis of n ranks for heads made of these factors; None: one factor takes it all."""
     if any(h % n == 0 for h in heads):
         return None
     for i, h in enumerate(heads):

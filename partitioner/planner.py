@@ -11,7 +11,6 @@ rests (ZeRO), by the stage asked for.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Callable
@@ -25,8 +24,9 @@ from .cost import call_seconds, nbytes, reshard_seconds
 from .decompose import decompose_calls
 from .errors import PlanError
 from .factors import Factored, factor_graph
+from .given import check_pins, check_saved, pinned_state
 from .graph import Graph, is_getitem, is_tensor, tensor_operands, values_of, where
-from .layout import Layout, Spot, parse
+from .layout import Layout
 from .mesh import Mesh
 from .plan import Decision, Plan
 from .resting import refined, resting_layouts
@@ -115,36 +115,11 @@ def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Grap
     if missing:
         some = f"{len(missing)} calls differ, such as {missing[:3]}"
         raise PlanError(f"the plan is of another program: {some}; plan again")
-    _check_saved(graph, mesh, plan)
+    check_saved(graph, mesh, plan)
     draft = _decide_all(graph, mesh, options, exactly, {k: dict(v) for k, v in plan.choices.items()})
     draft.params |= dict(plan.resting)
     made = _finished(draft, plan.decomposed)
     return replace(graph, factored=draft.factored), replace(made, resting=plan.resting, zero=plan.zero)
-
-
-def _check_saved(graph: Graph, mesh: Mesh, plan: Plan) -> None:
-    """Raises:
-    PlanError: a saved plan holds what this program and mesh cannot do; all such lines at once.
-    """
-    factored, faults = factor_graph(graph), []
-    for node, role in zip(graph.placeholders, graph.inputs, strict=True):
-        if role.kind != "param":
-            continue
-        layout, whole = plan.resting.get(str(role.name)), factored.whole(node)
-        if layout is None or layout.unsplit() != whole or not layout.split_axes <= set(mesh.names):
-            faults.append(f"{role.name} is {whole} and would rest as {layout}")
-    for node in graph.calls():
-        shape = factored.shapes[node]
-        for axis, choice in plan.choices[node.name].items():
-            if isinstance(choice, int):
-                legal = 0 <= choice < len(shape.rule.linear)
-            else:
-                legal = choice is None or (choice in factored.atoms[node] and choice[0] not in shape.rule.whole)
-            if not legal or axis not in mesh.names:
-                faults.append(f"{node.name} cannot do {choice} on {axis}")
-    if faults:
-        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise PlanError(f"the plan does not fit the program: {'; '.join(faults[:3])}{more}; plan again")
 
 
 def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
@@ -160,27 +135,11 @@ def _decide_all(graph: Graph, mesh: Mesh, options: Options, decide: Decide, fixe
         if role.kind == "param":
             draft.params[str(role.name)] = factored.whole(node)
     draft.notes += _batch_notes(graph, mesh)
-    _check_pins(graph, draft)
+    check_pins(graph, factored, options.pin)
     for axis in sorted(mesh.names, key=lambda a: ORDER.index(_order(mesh, a))):
         if mesh.sizes[axis] > 1 and mesh.role(axis) != "pipeline":
             _AxisProblem(draft, axis, fixed).decide(decide)
     return draft
-
-
-def _check_pins(graph: Graph, draft: Draft) -> None:
-    """Raises:
-    PlanError: a pin matches neither a parameter nor a call, or has another number of dims.
-    """
-    values = {n.name: n for n in graph.calls()}
-    values |= {str(r.name): n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param"}
-    for pattern, text in draft.options.pin.items():
-        named = [n for name, n in values.items() if fnmatch.fnmatchcase(name, pattern)]
-        if not named:
-            near = difflib.get_close_matches(pattern, values, 3, 0.3) or list(draft.params)[:3]
-            raise PlanError(f"the pin {pattern!r} names no parameter and no call; there are, for example, {near}")
-        for node in named:
-            if is_tensor(node) and node in draft.factored.dims:
-                _pinned_state(text, "", draft.factored.whole(node))
 
 
 def _order(mesh: Mesh, axis: str) -> str:
@@ -262,7 +221,7 @@ class _AxisProblem:
         for pattern, text in self.draft.options.pin.items():
             if not fnmatch.fnmatchcase(name, pattern) or self.legal.role == "data":
                 continue
-            wanted = _pinned_state(text, self.axis, self.draft.factored.whole(node))
+            wanted = pinned_state(text, self.axis, self.draft.factored.whole(node))
             if wanted not in states:
                 legal = _spots_text(states, self.draft.factored.whole(node), self.axis)
                 raise PlanError(
@@ -294,7 +253,7 @@ class _AxisProblem:
                 continue
             shape = self.draft.factored.shapes[node]
             first = next(v for v in values_of(node) if v is not None)
-            wanted = _pinned_state(text, self.axis, self.draft.factored.whole(first))
+            wanted = pinned_state(text, self.axis, self.draft.factored.whole(first))
             kept = [c for c in self.legal.of(node, {}) if output_state(shape, 0, c) == wanted]
             if not kept:
                 raise PlanError(
@@ -351,7 +310,7 @@ class _AxisProblem:
                 shards *= self.mesh.sizes[a]
         return nbytes(value.meta["val"]) / shards
 
-    def _table(self, given: list[State], needed: list[State], size: float) -> np.ndarray:
+    def _table(self, given: list[State], needed: list[Any], size: float) -> np.ndarray:
         key = (tuple(given), tuple(needed), size)
         if key not in self.cache:
             rows = [[reshard_seconds(a, b, size, self.mesh, self.axis) for b in needed] for a in given]
@@ -388,23 +347,6 @@ class _AxisProblem:
 
 def _in_order(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in mesh.names if a in axes)
-
-
-def _pinned_state(text: str, axis: str, layout: Layout) -> State:
-    """What a pin's text says about one axis: the factor it splits, "sum", or None."""
-    dims, partial = parse(text)
-    if len(dims) != len(layout.dims):
-        raise PlanError(
-            f"the pin {text!r} has {len(dims)} dims, the tensor has {len(layout.dims)}: {layout}; write one entry a dim"
-        )
-    if axis in dict(partial):
-        return dict(partial)[axis]
-    for i, dim in enumerate(dims):
-        for j, axes in enumerate(dim):
-            if axis in axes or axis.partition(".")[0] in axes:
-                spot: Spot = (i, j if len(dim) == len(layout.dims[i]) else 0)
-                return spot
-    return None
 
 
 def _spots_text(states: list[State], layout: Layout, axis: str) -> str:

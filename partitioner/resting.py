@@ -75,8 +75,8 @@ def _require_fit(resting: dict[str, Layout], graph: Graph, mesh: Mesh, options: 
     if options.memory is not None and need > options.memory:
         more = "" if options.zero in ("auto", 3) or not shard_axes(mesh) else "zero=3, "
         raise PlanError(
-            f"memory={options.memory} bytes a device cannot hold this model on mesh {mesh}: parameters and gradients at "
-            f"rest take {need} bytes. Give {more}more ranks to dp or tp, or more memory"
+            f"memory={options.memory} bytes a device cannot hold this model on mesh {mesh}: parameters and gradients "
+            f"at rest take {need} bytes. Give {more}more ranks to dp or tp, or more memory"
         )
 
 

@@ -33,7 +33,8 @@ def check(draft: Draft, after: str) -> None:
     try:
         draft.graph.fx.lint()
     except RuntimeError as fault:
-        raise LawError(f"law lint broken after pass {after}: {fault}") from fault
+        why = str(fault).partition("\n")[0]
+        raise LawError(f"law lint broken after pass {after}: {why}") from fault
     for law in draft.established:
         if law in _LAWS:
             _LAWS[law](draft, after)

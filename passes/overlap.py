@@ -3,9 +3,10 @@
 Before:  `y = primitive(x, all_reduce(dp))`
 After:   `h = start((all_reduce(dp),), x); ...; y = wait(h, 1)[0]`
 
-A bucket of parameter gathers holds neighbours in the order of use. A collective starts right after what it sends is made and is waited for right before it is read: a gradient's reduction
-runs under the rest of backward. Gathers of parameters start one gather ahead of their use, so that at most two
-gathered parameters are in flight. Reductions of small gradients are collected into buckets.
+A bucket of parameter gathers holds neighbours in the order of use. A collective starts right after what it sends is
+made and is waited for right before it is read: a gradient's reduction runs under the rest of backward. Gathers of
+parameters start one gather ahead of their use, so that at most two gathered parameters are in flight. Reductions of
+small gradients are collected into buckets.
 
 A message pays its latency unless it is some times latency x bandwidth, so a bucket closes at
 `BUCKET_STARTS` x latency x bandwidth bytes of its link, and tensors larger than that travel alone, uncopied.
@@ -78,9 +79,8 @@ def _parameter_gathers(draft: Draft) -> list[fx.Node]:
     """First gathers of parameters, in the order of their uses."""
     order = {n: i for i, n in enumerate(draft.graph.fx.nodes)}
     params = _params(draft)
-    found = [
-        n for n in draft.graph.fx.nodes if n.target is primitive and _step(n).kind == "all_gather" and n.args[0] in params
-    ]
+    steps = [n for n in draft.graph.fx.nodes if n.target is primitive]
+    found = [n for n in steps if _step(n).kind == "all_gather" and n.args[0] in params]
     return sorted(found, key=lambda n: min(order[u] for u in n.users))
 
 
@@ -147,7 +147,8 @@ def _let_overwrite(draft: Draft) -> None:
     """A start may overwrite its operands when nothing reads their memory afterwards: it then needs no copy."""
     order = {n: i for i, n in enumerate(draft.graph.fx.nodes)}
     share = _shared_memory(draft)
-    last = {root: max(order[u] for n in nodes for u in n.users) for root, nodes in share.items() if any(n.users for n in nodes)}
+    readers = {root: [order[u] for n in nodes for u in n.users] for root, nodes in share.items()}
+    last = {root: max(at) for root, at in readers.items() if at}
     root_of = {n: root for root, nodes in share.items() for n in nodes}
     for node in draft.graph.fx.nodes:
         if node.target is start:

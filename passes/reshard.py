@@ -128,6 +128,8 @@ def _outputs(draft: Draft, made: dict[Any, fx.Node]) -> None:
             if key not in made:
                 with draft.graph.fx.inserting_after(end if value.op == "placeholder" else value):
                     made[key] = _node(draft, value, wanted, value)
+            if not value.meta.get("backward"):  # shared with a backward reader, it still leaves before the pause
+                made[key].meta["backward"] = False
             value = made[key]
         placed.append(value)
     out.args = (tuple(placed),)

@@ -34,8 +34,9 @@ def check_agreement(program: Program, comm: Comm, device: torch.device) -> None:
     largest, smallest = (comm.run([_bound(mine, axes, op)])[0] for op in ("max", "min"))  # type: ignore[list-item]
     if not torch.equal(largest, smallest):
         raise MismatchError(
-            "the processes captured different programs or made different plans: they must run the same script on the same model with the same versions of "
-            "torch and meshwright. Compare compiled.dump(...) of two ranks, or give all the same plan="
+            "the processes captured different programs or made different plans: they must run the same script on the "
+            "same model with the same versions of torch and meshwright. Compare compiled.dump(...) of two ranks, or "
+            "give all the same plan="
         )
 
 

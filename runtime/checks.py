@@ -31,7 +31,7 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
         yield f"model must be a torch.nn.Module, not {type(model).__name__}; put a function in a module's forward"
     loss = given["loss"]
     if callable(loss) and not (takes(loss, 1) or takes(loss, 2)):
-        yield "loss= must take (output) or (output, target); give its other arguments defaults or bind them with a lambda"
+        yield "loss= must take (output) or (output, target); give its other arguments defaults or bind them by a lambda"
     optimizer = given["optimizer"]
     if optimizer is not None and not callable(optimizer):
         yield (
@@ -68,7 +68,7 @@ def takes(fn: Callable, count: int) -> bool:
 def _clip(clip: Any) -> Iterator[str]:
     if clip is None:
         return
-    pair = clip if isinstance(clip, tuple) and len(clip) == 2 else (clip, 2.0)
+    pair: tuple[Any, Any] = clip if isinstance(clip, tuple) and len(clip) == 2 else (clip, 2.0)
     if not all(_is_number(n) and n > 0 for n in pair):
         yield f"clip_grad_norm={clip!r}: give the largest norm, or (largest norm, norm type), positive numbers"
 

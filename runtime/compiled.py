@@ -248,7 +248,7 @@ class Compiled:
         rank = self.comm.ranks[0]
         index = self.mesh.group(tuple(data), rank).index(rank) if data else 0
         return torch.utils.data.DistributedSampler(
-            dataset, num_replicas=self.mesh.group_size(tuple(data)), rank=index, shuffle=shuffle, seed=self.settings.seed
+            dataset, self.mesh.group_size(tuple(data)), rank=index, shuffle=shuffle, seed=self.settings.seed
         )
 
     def scheduler(self, make: Callable[[torch.optim.Optimizer], Any]) -> Schedulers:

@@ -44,8 +44,8 @@ def initialise(state: State, seed: int, init: Callable[[nn.Module], None] | None
                 state.set_buffer(full, values[k])
     if missing:
         raise MeshwrightError(
-            f"{len(missing)} tensors got no value, such as {missing[0]}: their modules have no reset_parameters() that sets "
-            f"them. Pass initialize(init=function of a module), or load_state_dict(...)"
+            f"{len(missing)} tensors got no value, such as {missing[0]}: their modules have no reset_parameters() that "
+            f"sets them. Pass initialize(init=function of a module), or load_state_dict(...)"
         )
 
 

@@ -107,8 +107,9 @@ def _check(optimizer: Any, state: State) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if foreign := sum(id(p) not in mine for p in held):
         raise MeshwrightError(
-            f"the optimizer holds {foreign} tensors that are not the shards it was given, and would train nothing: make "
-            f"it from the argument, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4), not from the model"
+            f"the optimizer holds {foreign} tensors that are not the shards it was given, and would train nothing: "
+            f"make it from the argument, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4), not from the "
+            f"model"
         )
     kind = type(optimizer)
     if any(c.__name__ in ELEMENTWISE and c.__module__.startswith("torch.optim") for c in kind.__mro__):
