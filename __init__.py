@@ -18,7 +18,7 @@ from .partitioner.mesh import Mesh
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, make_plan, replan
 from .passes.lower import lower
-from .runtime.checks import check_options, takes
+from .runtime.checks import check_options, check_target
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
 from .runtime.launch import check_world, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
@@ -123,20 +123,8 @@ def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch
     if request.form != "step":
         return None
 
-    wants = needs_target(loss)
-
     def finish(output: Any, target: Any) -> torch.Tensor:
-        if wants and target is None:
-            raise PlanError("the loss takes (output, target), but there is no target: call step(..., target=labels)")
-        if loss is not None and target is not None and not takes(loss, 2):
-            raise PlanError(
-                "the loss takes (output) alone, but there is a target: write loss=lambda output, target: ..."
-            )
-        if loss is None and target is not None:
-            raise PlanError(
-                "target= is for loss=callable(output, target), which compile was not given: pass the loss, or give the "
-                "model its labels under another name"
-            )
+        check_target(loss, target)
         if loss is not None:
             value = loss(output, target) if target is not None else loss(output)
         else:

@@ -26,6 +26,21 @@ def check_options(model: Any, mesh: Mesh, **given: Any) -> None:
         raise PlanError("; ".join(faults))
 
 
+def check_target(loss: Callable | None, target: Any) -> None:
+    """Raises:
+    PlanError: there is a target that nobody takes, or none for a loss that needs one.
+    """
+    if loss is None and target is not None:
+        raise PlanError(
+            "target= is for loss=callable(output, target), which compile was not given: pass the loss, or give the "
+            "model its labels under another name"
+        )
+    if loss is not None and target is not None and not takes(loss, 2):
+        raise PlanError("the loss takes (output) alone, but there is a target: write loss=lambda output, target: ...")
+    if loss is not None and target is None and not takes(loss, 1):
+        raise PlanError("the loss takes (output, target), but there is no target: call step(..., target=labels)")
+
+
 def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"model must be a torch.nn.Module, not {type(model).__name__}; put a function in a module's forward"

@@ -44,7 +44,7 @@ class _Rank:
     """One rank's program and where it stands: "ready", "waiting", "paused" or "done"."""
 
     number: int
-    program: Program
+    program: Program | None
     state: str = "ready"
     send: Any = None
     waits: _Handle | None = None
@@ -72,7 +72,7 @@ class InProcessComm:
         self.ranks = tuple(range(mesh.world_size))
         self.sent: dict[int, Counts] = {r: {} for r in self.ranks}
         self._groups: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
-        self._sessions: WeakKeyDictionary[Program, _Session] = WeakKeyDictionary()
+        self._paused: WeakKeyDictionary[Program, tuple[_Session, int]] = WeakKeyDictionary()
 
     @property
     def counted(self) -> Counts:
@@ -97,26 +97,28 @@ class InProcessComm:
     def run_until_pause(self, programs: Sequence[Program]) -> list[Any]:
         """Run until each pauses or ends; the values they paused with or returned."""
         session = self._session(programs)
-        for program in programs:
-            self._sessions[program] = session
+        for i, program in enumerate(programs):
+            self._paused[program] = (session, i)
         return self._values(session)
 
     def resume(self, programs: Sequence[Program], values: Sequence[Any]) -> list[Any]:
         """Send each paused program a value and run until each pauses again or ends."""
-        session = self._sessions.get(programs[0])
-        if session is None or [r.program for r in session.ranks] != list(programs):
+        found = [self._paused.get(p, (None, -1)) for p in programs]
+        session = found[0][0]
+        ordered = all(s is session and i == k for i, (s, k) in enumerate(found))
+        if session is None or not ordered or len(found) != len(session.ranks):
             raise MeshwrightError("resume needs the programs that run_until_pause was given, in the same order")
-        for rank, value in zip(session.ranks, values, strict=True):
+        for rank, program, value in zip(session.ranks, programs, values, strict=True):
             if rank.state != "paused":
                 raise MeshwrightError(f"rank {rank.number} is {rank.state}, not paused: it cannot be resumed")
-            rank.state, rank.send = "ready", value
+            rank.state, rank.send, rank.program = "ready", value, program
         return self._values(session)
 
     def _values(self, session: _Session) -> list[Any]:
         self._advance_all(session)
         values = [r.value for r in session.ranks]
         for r in session.ranks:
-            r.value = None
+            r.value, r.program = None, None  # the caller holds the program: if it lets go, what was saved is freed
         return values
 
     def _session(self, programs: Sequence[Program]) -> _Session:
@@ -149,6 +151,7 @@ class InProcessComm:
         while rank.state == "ready":
             answer, rank.send = rank.send, None
             try:
+                assert rank.program is not None
                 request = rank.program.send(answer)
             except StopIteration as stop:
                 rank.state, rank.value = "done", stop.value
@@ -216,7 +219,8 @@ def _take(handle: _Handle, rank: int) -> list[torch.Tensor]:
 
 def _close(session: _Session) -> None:
     for rank in session.ranks:
-        rank.program.close()
+        if rank.program is not None:
+            rank.program.close()
 
 
 def _complete(meeting: _Meeting) -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
-from zoo import ZOO
-
+from compare import exact_inputs
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.graph import Graph
 from meshwright.partitioner.mesh import Mesh
@@ -24,6 +22,8 @@ from meshwright.runtime.autograd import Suspended
 from meshwright.runtime.inprocess import InProcessComm
 from meshwright.runtime.runner import Runner
 from meshwright.runtime.state import State
+from torch import nn
+from zoo import ZOO
 
 UNREACHABLE = 1e9
 """A table entry of at least this is a pair of states that no path joins."""
@@ -69,29 +69,31 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).reshape(b, s, d))
 
 
+class Block(nn.Module):
+    def __init__(self, d: int, heads: int, kv: int, drop: float):
+        super().__init__()
+        self.n1, self.attention, self.drop = nn.LayerNorm(d), Attention(d, heads, kv), nn.Dropout(drop)
+        self.n2, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.n1(x), mask))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
 class GPT(nn.Module):
     """A GPT whose head is its embedding; sizes that 2 and 3 ranks divide, and a vocabulary that neither does."""
 
     def __init__(self, d: int = 12, heads: int = 6, kv: int = 6, vocab: int = 13, layers: int = 2, drop: float = 0.0):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocab, d), nn.Embedding(8, d)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "n1": nn.LayerNorm(d), "attention": Attention(d, heads, kv),
-                    "n2": nn.LayerNorm(d), "up": nn.Linear(d, 4 * d), "down": nn.Linear(4 * d, d),
-                }
-            )
-            for _ in range(layers)
-        )  # fmt: skip
+        self.tokens, self.places, self.drop = nn.Embedding(vocab, d), nn.Embedding(8, d), nn.Dropout(drop)
+        self.blocks = nn.ModuleList(Block(d, heads, kv, drop) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocab, bias=False)
-        self.head.weight, self.drop = self.tokens.weight, nn.Dropout(drop)
+        self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = self.drop(self.tokens(ids) + self.places.weight[: ids.shape[1]])
-        for b in self.blocks:
-            x = x + self.drop(b["attention"](b["n1"](x), mask))
-            x = x + b["down"](F.gelu(b["up"](b["n2"](x))))
+        for block in self.blocks:
+            x = block(x, mask)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), y.flatten())
 
 
@@ -101,7 +103,13 @@ class Norms(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 5)
+            nn.Linear(6, 12),
+            nn.BatchNorm1d(12),
+            nn.ReLU(),
+            nn.Linear(12, 9),
+            nn.BatchNorm1d(9),
+            nn.Tanh(),
+            nn.Linear(9, 5),
         )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -166,9 +174,10 @@ class Subject:
         self.name, self.form, self.far = name, form, SINGLE.get(name, 1e-9)
         model, batch = MODELS[name]()
         self.model = model.double()
-        self.batch = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+        self.batch: dict[str, Any] = exact_inputs(batch)
         self.tensors = [v for v in self.batch.values() if isinstance(v, torch.Tensor)]
-        self.graph: Graph = capture(self.model, (), self.batch, loss=(lambda out, target: out) if form == "step" else None)
+        loss = (lambda out, target: out) if form == "step" else None
+        self.graph: Graph = capture(self.model, (), self.batch, loss=loss)
         self.want: dict[str, torch.Tensor | None] = self._one_device()
 
     def _one_device(self) -> dict[str, torch.Tensor | None]:
@@ -217,7 +226,10 @@ def complaint(subject: Subject, seed: int) -> str | None:
         got = run(subject, graph, plan)
     except Exception as error:
         return f"{type(error).__name__}: {error}\n{first_difference(subject, graph, plan)}"
-    wrong = [f"{n}: {why}" for n, want in subject.want.items() if want is not None and (why := differs(want, got.get(n), subject.far))]
+    wrong = []
+    for name, want in subject.want.items():
+        if want is not None and (why := differs(want, got.get(name), subject.far)):
+            wrong.append(f"{name}: {why}")
     return "; ".join(wrong[:3]) + "\n" + first_difference(subject, graph, plan) if wrong else None
 
 

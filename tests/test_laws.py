@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from random_plans import GPT
-from torch import nn
-
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.collective import Step
 from meshwright.partitioner.errors import LawError
@@ -27,6 +24,8 @@ from meshwright.passes.draft import Draft
 from meshwright.passes.draft import start as started
 from meshwright.passes.localize import rank_graph
 from meshwright.passes.lower import PASSES, lower
+from random_plans import GPT
+from torch import nn
 
 GOLDEN: dict[str, dict[str, Any]] = {
     "dp2": {"mesh": {"dp": 2}},
@@ -109,7 +108,7 @@ def test_primitives_chain_sees_a_step_from_another_layout():
     draft = draft_after(2, {"dp": 2})
     node = nodes(draft, primitive)[0]
     step: Step = node.args[1]  # type: ignore[assignment]
-    node.args = (node.args[0], Step(step.kind, step.axes, step.after, step.before, step.source, step.target, step.op))
+    node.args = (node.args[0], Step(step.kind, step.axes, step.after, step.before, step.source, step.target, step.op))  # type: ignore[assignment]
     assert names(broken(draft, "expand_reshards"), "primitives-chain", "expand_reshards", node.name)
 
 
@@ -212,7 +211,9 @@ def test_autograd_differs_from_step_by_its_pause():
     assert not [n for n in step.graph.fx.nodes if n.target is pause]
     order = list(autograd.graph.fx.nodes)
     held = order.index(nodes(autograd, pause)[0])
-    assert all(not n.meta.get("backward") for n in order[:held] if n.op == "call_function" and n.target not in (start, wait))
+    assert all(
+        not n.meta.get("backward") for n in order[:held] if n.op == "call_function" and n.target not in (start, wait)
+    )
 
 
 def gpt_plan() -> Plan:
@@ -234,7 +235,12 @@ def test_planning_and_lowering_are_deterministic_across_processes():
     code = "import test_laws; print(test_laws.gpt_plan().to_text() + test_laws.program_text())"
     texts = []
     for hash_seed in ("1", "2"):
-        env = {"PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1", "PATH": ""}
+        env = {
+            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONHASHSEED": hash_seed,
+            "OMP_NUM_THREADS": "1",
+            "PATH": "",
+        }
         done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)

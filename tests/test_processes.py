@@ -65,7 +65,9 @@ X, Y = torch.linspace(-1, 1, 48).view(8, 6).sin(), torch.arange(8) % 4
 
 def local_step(rank: int, world: int) -> Any:
     part = slice(rank * 4, rank * 4 + 4)
-    compiled = mw.compile(small(), mw.Mesh(dp=2, device="cpu"), loss=F.cross_entropy, inputs="local", clip_grad_norm=0.5)
+    compiled = mw.compile(
+        small(), mw.Mesh(dp=2, device="cpu"), loss=F.cross_entropy, inputs="local", clip_grad_norm=0.5
+    )
     loss = compiled.step(X[part], target=Y[part])
     return loss, compiled.grad_norm, compiled.gather("grads"), compiled.gather("buffers")
 

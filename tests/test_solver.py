@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-
 from meshwright.partitioner import solve as solver
 from meshwright.partitioner.solve import Problem, objective, solve
 

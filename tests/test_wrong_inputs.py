@@ -40,7 +40,8 @@ def mean(output: torch.Tensor) -> torch.Tensor:
 def step(model: nn.Module | None = None, on: Any = None, x: torch.Tensor | None = None, **options: Any) -> mw.Compiled:
     """Compile and run one step; `target` goes to the step."""
     target = options.pop("target", None)
-    compiled = mw.compile(model or mlp(), on or mesh(), **({"loss": mean} | options))
+    given: dict[str, Any] = {"loss": mean} | options
+    compiled = mw.compile(model or mlp(), on or mesh(), **given)
     compiled.step(torch.ones(4, 6) if x is None else x, target=target)
     return compiled
 
@@ -131,20 +132,31 @@ WRONG = [
     Wrong("a link for an axis that the mesh has not", lambda: mw.Mesh(dp=2, links={"tp": "pcie4"}), "['tp']; ['dp']"),
     Wrong("a dict as the mesh", lambda: mw.compile(mlp(), {"dp": 2}), "meshwright.Mesh; not dict; Mesh(dp=2, tp=2)"),
     Wrong(
-        "a mesh of 2 ranks in a launch of 3 processes", lambda: mw.compile(mlp(), mesh(dp=2)),
-        "2 ranks; 3 processes; --nproc-per-node 2", LAUNCHED,
+        "a mesh of 2 ranks in a launch of 3 processes",
+        lambda: mw.compile(mlp(), mesh(dp=2)),
+        "2 ranks; 3 processes; --nproc-per-node 2",
+        LAUNCHED,
     ),
     # the model and its call
     Wrong("a function as the model", lambda: mw.compile(mean, mesh()), "torch.nn.Module, not function"),  # type: ignore[arg-type]
-    Wrong("a branch on a tensor's value", lambda: step(Wilful(branch)), "data-dependent branch; torch.where; test_wrong_inputs.py"),
+    Wrong(
+        "a branch on a tensor's value",
+        lambda: step(Wilful(branch)),
+        "data-dependent branch; torch.where; test_wrong_inputs.py",
+    ),
     Wrong("a branch on .item()", lambda: step(Wilful(branch_by_item)), "data-dependent branch; test_wrong_inputs.py"),
     Wrong(".numpy() in forward", lambda: step(Wilful(by_numpy)), "numpy; torch functions; test_wrong_inputs.py"),
     Wrong(
-        "an embedding with sparse gradients", lambda: step(nn.Embedding(9, 4, sparse=True), x=torch.arange(4)),
+        "an embedding with sparse gradients",
+        lambda: step(nn.Embedding(9, 4, sparse=True), x=torch.arange(4)),
         "sparse gradient of 'weight'; sparse=False",
     ),
     Wrong("a meta-device model stepped without values", on_meta, "no values yet; load_state_dict"),
-    Wrong("an index out of range", lambda: step(nn.Embedding(9, 4), x=torch.tensor([0, 9])), "rank 0; embedding; index out of range"),
+    Wrong(
+        "an index out of range",
+        lambda: step(nn.Embedding(9, 4), x=torch.tensor([0, 9])),
+        "rank 0; embedding; index out of range",
+    ),
     Wrong("batch_dims of an unknown argument", lambda: step(batch_dims={"nope": 0}), "'nope'; ['input']"),
     Wrong("batch_dims of a dim that is not there", lambda: step(batch_dims={0: 7}), "[4, 6]; 0 to 1"),
     Wrong("inputs= of another word", lambda: step(inputs="mine"), "'global' or 'local'"),
@@ -153,37 +165,74 @@ WRONG = [
     Wrong("a loss that is not 0-d", lambda: step(loss=lambda o: o.mean(0)), "0-d loss; (4,)"),
     Wrong("no loss, and a model that returns none", lambda: step(loss=None), "0-d loss; loss=callable(output)"),
     Wrong("a loss with parameters", lambda: step(loss=LearntLoss()), "parameters of its own; part of the model"),
-    Wrong("a loss that depends on no parameter", lambda: step(loss=lambda o: torch.ones(())), "does not depend on any parameter; frozen; detached"),
+    Wrong(
+        "a loss that depends on no parameter",
+        lambda: step(loss=lambda o: torch.ones(())),
+        "does not depend on any parameter; frozen; detached",
+    ),
     Wrong("a number as the loss", lambda: step(loss=0.5), "callable; got float"),
     Wrong("a loss of three arguments", lambda: step(loss=lambda a, b, c: a.mean()), "(output) or (output, target)"),
     Wrong("no target for a loss that takes one", lambda: step(loss=F.mse_loss), "no target; step(..., target=labels)"),
-    Wrong("a target for a loss that takes none", lambda: step(target=torch.ones(4)), "(output) alone; lambda output, target"),
+    Wrong(
+        "a target for a loss that takes none",
+        lambda: step(target=torch.ones(4)),
+        "(output) alone; lambda output, target",
+    ),
     Wrong("a target, but no loss", lambda: step(loss=None, target=torch.ones(4)), "target=; pass the loss"),
     # the optimizer
     Wrong(
         "an optimizer that is not element-wise, on split parameters",
-        lambda: step(optimizer=lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS is not element-wise; 0.weight; AdamW; zero=0",
+        lambda: step(optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
+        "LBFGS is not element-wise; 0.weight; AdamW; zero=0",
     ),
-    Wrong("an optimizer factory that returns None", lambda: step(optimizer=lambda m: None), "returned NoneType; lambda m:"),
+    Wrong(
+        "an optimizer factory that returns None", lambda: step(optimizer=lambda m: None), "returned NoneType; lambda m:"
+    ),
     Wrong("an optimizer in place of a factory", lambda: step(optimizer=other_sgd(None)), "not SGD; lambda m:"),
-    Wrong("an optimizer of the model's own parameters", lambda: step(optimizer=other_sgd), "train nothing; m.parameters()"),
-    Wrong("a scheduler without an optimizer", lambda: untouched().scheduler(lambda o: None), "needs an optimizer; optimizer=lambda m:"),
+    Wrong(
+        "an optimizer of the model's own parameters", lambda: step(optimizer=other_sgd), "train nothing; m.parameters()"
+    ),
+    Wrong(
+        "a scheduler without an optimizer",
+        lambda: untouched().scheduler(lambda o: None),
+        "needs an optimizer; optimizer=lambda m:",
+    ),
     Wrong("clip_grad_norm of a wrong kind", lambda: step(clip_grad_norm="1"), "clip_grad_norm='1'; positive"),
     # layouts
-    Wrong("a pin with another number of dims", lambda: step(pin={"0.weight": "[o:tp]"}), "1 dims; has 2; one entry a dim"),
-    Wrong("a pin that cannot hold", lambda: step(on=mesh(tp=16), pin={"0.weight": "[o:tp, i]"}), "cannot hold for 0.weight; tp=16; legal there"),
+    Wrong(
+        "a pin with another number of dims", lambda: step(pin={"0.weight": "[o:tp]"}), "1 dims; has 2; one entry a dim"
+    ),
+    Wrong(
+        "a pin that cannot hold",
+        lambda: step(on=mesh(tp=16), pin={"0.weight": "[o:tp, i]"}),
+        "cannot hold for 0.weight; tp=16; legal there",
+    ),
     Wrong("a pin that is no layout", lambda: step(pin={"0.weight": "o:tp i"}), "no layout; '[b:dp, s, h:tp] +cp'"),
     Wrong("a pin on an axis that the mesh has not", lambda: step(pin={"0.weight": "[o:zz, i]"}), "['zz']; ['tp']"),
     Wrong("a pin with one axis on two dims", lambda: step(pin={"0.weight": "[o:tp, i:tp]"}), "['tp'] more than once"),
-    Wrong("a pin for a name that is not there", lambda: step(pin={"0.wieght": "[o:tp, i]"}), "'0.wieght' names no parameter; '0.weight'"),
+    Wrong(
+        "a pin for a name that is not there",
+        lambda: step(pin={"0.wieght": "[o:tp, i]"}),
+        "'0.wieght' names no parameter; '0.weight'",
+    ),
     Wrong("zero=7", lambda: step(zero=7), "zero=7; 0, 1, 2, 3 or 'auto'"),
-    Wrong("memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; bytes; more ranks"),
+    Wrong(
+        "memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; bytes; more ranks"
+    ),
     Wrong("memory= as text", lambda: step(memory="2GB"), "memory='2GB'; bytes; 2**30"),
     # saved plans
     Wrong("a plan text that is no plan", lambda: step(plan="hello"), "no saved plan; plan.to_text()"),
     Wrong("half a plan text", lambda: step(plan=HALF), "damaged; 'choices'; plan again"),
-    Wrong("a plan made for another mesh", lambda: step(on=mesh(tp=4), plan=plan_text()), "{'tp': 2}; {'tp': 4}; plan again"),
-    Wrong("a plan of another program", lambda: step(nn.Linear(6, 4), plan=plan_text()), "another program; calls differ; plan again"),
+    Wrong(
+        "a plan made for another mesh",
+        lambda: step(on=mesh(tp=4), plan=plan_text()),
+        "{'tp': 2}; {'tp': 4}; plan again",
+    ),
+    Wrong(
+        "a plan of another program",
+        lambda: step(nn.Linear(6, 4), plan=plan_text()),
+        "another program; calls differ; plan again",
+    ),
     Wrong("a plan of a model of other sizes", lambda: step(mlp(7), plan=plan_text()), "0.weight; [7, 6]; plan again"),
     Wrong("a number as the plan", lambda: step(plan=5), "plan.to_text(); not int"),
     # what is asked of a compiled model
@@ -191,11 +240,19 @@ WRONG = [
     Wrong("gather of another word", lambda: untouched().gather("nonsense"), "'params', 'grads' or 'buffers'"),
     Wrong("explain of an unknown name", lambda: step().explain("2.wieght"), "'2.wieght'; '0.weight'"),
     Wrong("the plan before there is one", lambda: untouched().plan, "no plan yet; first call; args="),
-    Wrong("parameters before they are placed", lambda: list(untouched().parameters()), "nothing is placed yet; step(); args="),
-    Wrong("load_state_dict with a wrong shape", lambda: load(lambda d: d.update({"0.weight": torch.ones(2, 2)})), "0.weight is (2, 2), should be (8, 6)"),
+    Wrong(
+        "parameters before they are placed",
+        lambda: list(untouched().parameters()),
+        "nothing is placed yet; step(); args=",
+    ),
+    Wrong(
+        "load_state_dict with a wrong shape",
+        lambda: load(lambda d: d.update({"0.weight": torch.ones(2, 2)})),
+        "0.weight is (2, 2), should be (8, 6)",
+    ),
     Wrong("load_state_dict with missing keys", lambda: load(lambda d: d.pop("0.weight")), "missing 0.weight"),
     Wrong("load_state_dict with unknown keys", lambda: load(lambda d: d.update(zz=torch.ones(1))), "unknown zz"),
-]  # fmt: skip
+]
 
 
 TEXTS: dict[str, str] = {}
