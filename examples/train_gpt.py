@@ -75,6 +75,11 @@ def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def axes_of(mesh: str) -> dict[str, Any]:
+    """The axes in a text such as "dp=2,tp=2"."""
+    return {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
+
+
 def adamw(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: torch.optim.AdamW(model.parameters(), lr=lr)
 
@@ -168,7 +173,6 @@ def main(
     """Train on a mesh; with --check, prove that the loss curve is the one-device curve."""
     leader = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=not leader)
-    axes: dict[str, Any] = {name: int(size) for name, _, size in (part.partition("=") for part in mesh.split(","))}
     data = list(batches(corpus(), steps, batch, seq))
 
     torch.manual_seed(0)
@@ -179,7 +183,7 @@ def main(
 
     x, y = data[0]
     compiled = mw.compile(
-        model, mw.Mesh(**axes), args=(x,), kwargs={"target": y}, loss=loss_fn, optimizer=adamw(lr), seed=0
+        model, mw.Mesh(**axes_of(mesh)), args=(x,), kwargs={"target": y}, loss=loss_fn, optimizer=adamw(lr)
     )
     if print_plan:
         console.print(str(compiled.plan), markup=False, highlight=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Options:
     zero: int | str = "auto"
     memory: int | None = None
     pin: dict[str, str] = field(default_factory=dict)
-    resting: dict[str, Layout] | None = None
+    resting: Mapping[str, Layout] | None = None
 
 
 Decide = Callable[[Problem, list[list[Any]]], list[int]]

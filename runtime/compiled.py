@@ -231,7 +231,7 @@ class Compiled:
             name = state.aliases.get(key, key)
             state.set_param(name, values[key]) if name in state.params else state.set_buffer(name, values[key])
 
-    def initialize(self, init: Callable[[nn.Module], None] | None = None) -> None:
+    def initialize(self, init: Callable[[nn.Module], Any] | None = None) -> None:
         """Give the tensors of a model made on the meta device their first values, equal on every mesh.
 
         Args:

@@ -10,6 +10,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -18,7 +19,7 @@ from ..partitioner.errors import MeshwrightError
 from .state import State
 
 
-def initialise(state: State, seed: int, init: Callable[[nn.Module], None] | None = None) -> None:
+def initialise(state: State, seed: int, init: Callable[[nn.Module], Any] | None = None) -> None:
     """Give every tensor without a value one.
 
     Args:
@@ -54,7 +55,7 @@ def _join(module: str, name: str) -> str:
 
 
 def _values(
-    module: nn.Module, name: str, seed: int, init: Callable[[nn.Module], None] | None
+    module: nn.Module, name: str, seed: int, init: Callable[[nn.Module], Any] | None
 ) -> dict[str, torch.Tensor] | None:
     """The module's own tensors, made on the CPU; None when nothing can make them."""
     twin = copy.deepcopy(module).to_empty(device="cpu", recurse=False)

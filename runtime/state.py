@@ -86,7 +86,7 @@ class State:
             some = ", ".join(sorted(self.empty)[:3])
             raise MeshwrightError(
                 f"{len(self.empty)} tensors have no values yet ({some}, ...): the model was made on the meta device. "
-                f"Give compile args= and call load_state_dict(...) before the first step"
+                f"Give compile args= and call load_state_dict(...) or initialize() before the first step"
             )
 
     def set_param(self, name: str, value: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 from random_plans import MODELS, Subject, complaint
 
-QUICK = {"gpt": 6, "gqa": 8, "dropout": 5, "norms": 8, "convs": 8, "t5": 1, "moe": 4}
-SLOW = {"gpt": 30, "gqa": 38, "dropout": 26, "norms": 45, "convs": 45, "t5": 6, "moe": 10}
+QUICK = {"gpt": 6, "gqa": 8, "dropout": 5, "norms": 9, "convs": 9, "t5": 1, "moe": 2}
+SLOW = {"gpt": 24, "gqa": 40, "dropout": 27, "norms": 51, "convs": 51, "t5": 3, "moe": 4}
 """Plans a model; seeds count on, so that the meshes take turns."""
 
 ONE_TEST = 8
@@ -33,10 +33,14 @@ def test_a_random_plan_equals_one_device(name: str, seeds: range):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", ["norms", "gqa"])
+PAUSED = {"norms": range(100, 104), "gqa": range(2)}
+"""Seed 103 is a bug that was: a reshard shared by a new buffer and a backward reader was made after the pause."""
+
+
+@pytest.mark.parametrize("name", PAUSED)
 def test_a_random_plan_that_pauses_between_forward_and_backward(name: str):
     one = subject(name, "autograd")
-    found = [f"{name} seed {seed}: {why}" for seed in range(100, 104) if (why := complaint(one, seed))]
+    found = [f"{name} seed {seed}: {why}" for seed in PAUSED[name] if (why := complaint(one, seed))]
     assert not found, "\n".join(found)
 
 
@@ -44,7 +48,6 @@ def test_a_wrong_plan_is_seen_and_the_op_named(monkeypatch: pytest.MonkeyPatch):
     """The test can fail: a primitive that forgets a rank's part is found, at the op and line where it happens."""
     one = subject("norms")
     monkeypatch.setattr("meshwright.passes.localize.is_first", lambda step, mesh, rank: False)
-    found = [why for seed in range(6) if (why := complaint(one, seed))]
-    assert found
-    assert "the first op that differs is" in found[0]
-    assert "random_plans.py:" in found[0]
+    found = next(why for seed in range(12) if (why := complaint(one, seed)))
+    assert "the first op that differs is" in found
+    assert "random_plans.py:" in found
