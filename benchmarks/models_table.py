@@ -9,6 +9,7 @@ factors over tp; everything else is work that every rank of tp does.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,12 +86,15 @@ def page(rows: dict[str, Row]) -> str:
     columns = ["model", *TABLE_MESHES, "split over tp", "whole"]
     lines = [HEAD, f"{equal} of {runs} runs are equal.", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, one in rows.items():
-        cells = [name, *one.results.values(), f"{one.share:.1%}", one.whole or "none"]
+        share = f"{math.floor(one.share * 1000) / 10}%"  # never 100% where something is whole
+        cells = [name, *one.results.values(), share, one.whole or "none"]
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     lines += ["", f"## What the plan for {SHARE_ON} notes"]
     for name, one in rows.items():
-        lines += ["", f"**{name}**", "", *(f"- {note.replace(str(ROOT) + '/', '')}" for note in one.notes)]
-        lines += [] if one.notes else ["- nothing"]
+        if one.notes:
+            lines += ["", f"**{name}**", "", *(f"- {note.replace(str(ROOT) + '/', '')}" for note in one.notes)]
+    quiet = [name for name, one in rows.items() if not one.notes]
+    lines += ["", f"Nothing for {', '.join(quiet)}."] if quiet else []
     return "\n".join(lines) + "\n"
 
 

@@ -162,7 +162,7 @@ def main(
     steps: int = 60,
     batch: Annotated[int, typer.Option(help="sequences in the global batch")] = 16,
     seq: int = 64,
-    d: Annotated[int, typer.Option("--d", help="width of the model")] = 128,
+    d: Annotated[int, typer.Option("--width", help="width of the model")] = 128,
     layers: int = 4,
     heads: int = 4,
     lr: float = 1e-3,

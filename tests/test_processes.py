@@ -120,7 +120,7 @@ def test_the_example_trains_under_torchrun(tmp_path: Path):
         port = s.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port)]
     command += [str(ROOT / "examples" / "train_gpt.py"), "--mesh", "dp=2,tp=2", "--steps", "3", "--layers", "1"]
-    command += ["--d", "32", "--heads", "4", "--seq", "16", "--batch", "4", "--plot", str(tmp_path / "loss.png")]
+    command += ["--width", "32", "--heads", "4", "--seq", "16", "--batch", "4", "--plot", str(tmp_path / "loss.png")]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
