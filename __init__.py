@@ -102,7 +102,8 @@ def compile(
         mesh_now = request.mesh or fitted_mesh(mesh, graph)
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         resting = request.resting or (chosen and chosen.resting)
-        options = Options(zero=zero, memory=memory, pin=dict(pin or {}), resting=resting)
+        stage = zero if request.zero is None else request.zero
+        options = Options(zero=stage, memory=memory, pin=dict(pin or {}), resting=resting)
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
         else:

@@ -51,7 +51,7 @@ def start_from_loss(graph: fx.Graph, roles: tuple[Role, ...]) -> tuple[Role, ...
     for node, role in zip([n for n in graph.nodes if n.op == "placeholder"], roles, strict=True):
         if role.kind != "tangent":
             continue
-        first = next(n for n in graph.nodes if n.op != "placeholder")
+        first = next((n for n in graph.nodes if n in node.users), next(reversed(graph.nodes)))
         val = node.meta["val"]
         with graph.inserting_before(first):
             one = graph.call_function(aten.ones.default, (list(val.shape),), {"dtype": val.dtype, "device": val.device})

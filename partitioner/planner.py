@@ -32,7 +32,7 @@ from .plan import Decision, Plan
 from .resting import refined, resting_layouts
 from .rules.split import Leaf, Split
 from .solve import Problem, solve
-from .strategies import Choice, Choices, State, input_state, marked_atoms, never_empty, output_state
+from .strategies import HEAVY, Choice, Choices, State, input_state, marked_atoms, never_empty, output_state
 
 ORDER = ("data", "context", "expert", "tensor", "free")
 """The order in which axes are decided, by role."""
@@ -362,7 +362,7 @@ def _finished(draft: Draft, decomposed: tuple[str, ...]) -> Plan:
         for n in draft.taken
     )
     modules = {n.name: (n.meta.get("module", ""), str(n.target), n.meta.get("where", "")) for n in draft.taken}
-    whole_notes = _notes_of_whole(draft)
+    whole_notes = [*_notes_of_unsplit(draft), *_notes_of_whole(draft)]
     return Plan(
         draft.mesh,
         {n.name: dict(by) for n, by in draft.taken.items()},
@@ -374,6 +374,22 @@ def _finished(draft: Draft, decomposed: tuple[str, ...]) -> Plan:
         decisions=draft.decisions,
         modules=modules,
     )
+
+
+def _notes_of_unsplit(draft: Draft) -> list[str]:
+    """Per tensor axis, the contractions that it does not split: how many, their share of flops, the first."""
+    notes = []
+    heavy = [n for n in draft.taken if draft.factored.shapes[n].rule.flops >= HEAVY]
+    total = sum(draft.factored.shapes[n].rule.flops for n in heavy)
+    for axis in (a for a in draft.mesh.names if draft.mesh.role(a) == "tensor" and draft.mesh.sizes[a] > 1):
+        left = [n for n in heavy if not isinstance(draft.taken[n].get(axis), tuple)]
+        if left:
+            share = sum(draft.factored.shapes[n].rule.flops for n in left) / total
+            notes.append(
+                f"axis {axis}={draft.mesh.sizes[axis]} leaves {len(left)} of {len(heavy)} contractions whole "
+                f"({share:.1%} of their flops), such as {left[0].name} of {left[0].meta.get('module') or 'the model'}"
+            )
+    return notes
 
 
 def _notes_of_whole(draft: Draft) -> list[str]:

@@ -25,7 +25,7 @@ import torch.fx as fx
 from ..partitioner.collective import Step
 from ..partitioner.cost import nbytes
 from ..partitioner.program import primitive
-from ..partitioner.transfer import start, wait
+from ..partitioner.transfer import pause, start, wait
 from .draft import Draft
 
 BUCKET_STARTS = 8.0
@@ -140,7 +140,14 @@ def _prefetch(draft: Draft) -> None:
     order = {n: i for i, n in enumerate(graph.nodes)}
     gathers.sort(key=lambda n: order[waits[n]])
     for previous, later in zip(gathers, gathers[1:], strict=False):
-        waits[previous].prepend(later)
+        turn = later.meta.get("backward") and not previous.meta.get("backward")
+        (_first_backward(draft) if turn else waits[previous]).prepend(later)
+
+
+def _first_backward(draft: Draft) -> fx.Node:
+    """Where backward begins: what is gathered again for it must not stand gathered through the forward."""
+    nodes = draft.graph.fx.nodes
+    return next(n for n in nodes if n.target is pause or (n.meta.get("backward") and n.target is not start))
 
 
 def _let_overwrite(draft: Draft) -> None:

@@ -36,7 +36,7 @@ PROGRAMS = 32
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be captured: a call, its form, and how parameters already rest on which mesh."""
+    """What is to be captured: a call, its form, and how parameters already rest on which mesh, at which ZeRO stage."""
 
     form: str
     args: tuple
@@ -44,6 +44,7 @@ class Request:
     target: Any = None
     resting: Any = None
     mesh: Mesh | None = None
+    zero: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Compiled:
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, settings: Settings):
         self.model, self.mesh, self.device, self.settings = model, mesh, device, settings
         self._comm: Comm | None = None
+        self._zero: int | None = None
         self.optimizer = Optimizers(settings.optimizer) if settings.optimizer else None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
@@ -152,11 +154,11 @@ class Compiled:
         if len(self._runners) >= PROGRAMS:
             self._runners.pop(next(iter(self._runners)))
         if self._state:
-            request = replace(request, resting=self._state.layouts, mesh=self.mesh)
+            request = replace(request, resting=self._state.layouts, mesh=self.mesh, zero=self._zero)
         program = self.settings.build(request)
         if self._state is None:
             self._comm = self._comm if program.mesh == self.mesh else None
-            self.mesh = program.mesh
+            self.mesh, self._zero = program.mesh, program.plan.zero
             self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device)
             if self.optimizer:
                 self.optimizer.attach(self._state)

@@ -215,6 +215,7 @@ WRONG = [
         lambda: step(pin={"0.wieght": "[o:tp, i]"}),
         "'0.wieght' names no parameter; '0.weight'",
     ),
+    Wrong("a mesh with pipeline stages", lambda: step(on=mesh(pp=2)), "pp=2; not built yet; use dp, tp, cp or ep"),
     Wrong("zero=7", lambda: step(zero=7), "zero=7; 0, 1, 2, 3 or 'auto'"),
     Wrong(
         "memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; bytes; more ranks"
