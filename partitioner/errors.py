@@ -17,3 +17,7 @@ class PlanError(MeshwrightError):
 
 class LawError(MeshwrightError):
     """A pass broke a law: a defect of the compiler. The message names law, pass, node, neighbours, source line."""
+
+
+class CalibrationError(MeshwrightError):
+    """A calibration cannot be read, or is not one of this machine; the message names the file and the field."""

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from .calibration import Given, calibration_for
 from .hardware import Device, Link, device_named, link_named
 
 ROLES = {
@@ -36,17 +37,28 @@ class Mesh:
     Args:
         device: a preset name (`"h100"`, `"cpu"`, ...); detected from the machine when None.
         links: `{axis: preset name}` for axes whose link is not the device's own.
+        calibration: what `mw.calibrate` measured, or the file it wrote; by default the file that the environment
+            variable `MESHWRIGHT_CALIBRATION` names, if any. It replaces the presets of the links and the device that it
+            measured; a file of the environment that measured another device is for other meshes and is left alone.
         **axes: axis name -> number of ranks, slowest axis first.
 
     Raises:
-        ValueError: no axis, a size below 1, or an unknown device or link name.
+        ValueError: no axis, a size below 1, an unknown device or link name, a calibration of another device.
+        CalibrationError: the calibration's file cannot be read.
     """
 
     axes: tuple[tuple[str, int], ...]
     device: Device
     links: tuple[tuple[str, Link], ...] = field(default=())
 
-    def __init__(self, *, device: str | None = None, links: dict[str, str] | None = None, **axes: int):
+    def __init__(
+        self,
+        *,
+        device: str | None = None,
+        links: dict[str, str] | None = None,
+        calibration: Given = None,
+        **axes: int,
+    ):
         bad = {a: n for a, n in axes.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1}
         if bad or not axes:
             given = ", ".join(f"{a}={n!r}" for a, n in axes.items()) or "no axis"
@@ -54,10 +66,21 @@ class Mesh:
         unknown = set(links or {}) - set(axes)
         if unknown:
             raise ValueError(f"links name {sorted(unknown)}, but the mesh has the axes {sorted(axes)}")
-        object.__setattr__(self, "axes", tuple(axes.items()))
-        object.__setattr__(self, "device", device_named(device))
-        own = {a: device_named(device).link for a in axes} | {a: link_named(n) for a, n in (links or {}).items()}
-        object.__setattr__(self, "links", tuple(own.items()))
+        preset = device_named(device)
+        own = {a: preset.link for a in axes} | {a: link_named(n) for a, n in (links or {}).items()}
+        measured = calibration_for(preset, calibration)
+        if measured is not None:
+            own = {a: measured.link(a, link) for a, link in own.items()}
+            preset = measured.device
+        self._set(tuple(axes.items()), preset, tuple(own.items()))
+
+    def _set(self, axes: tuple[tuple[str, int], ...], device: Device, links: tuple[tuple[str, Link], ...]) -> None:
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "links", links)
+
+    def __hash__(self) -> int:
+        return hash(self.axes)  # meshes are keys of caches: what is long is left to ==
 
     @classmethod
     def from_device_mesh(cls, device_mesh: Any) -> Mesh:
@@ -95,6 +118,17 @@ class Mesh:
         """Axis name -> the link its ranks talk over."""
         return dict(self.links)
 
+    def levels(self, axes: tuple[str, ...]) -> tuple[tuple[int, Link], ...]:
+        """(ranks, link) of each of the axes: what `collective_cost.collective_seconds` prices a group by."""
+        found = self._levels.get(axes)
+        if found is None:
+            found = self._levels[axes] = tuple((self.sizes[a], self.link[a]) for a in axes)
+        return found
+
+    @cached_property
+    def _levels(self) -> dict[tuple[str, ...], tuple[tuple[int, Link], ...]]:
+        return {}
+
     def role(self, axis: str) -> str:
         """`"data"`, `"tensor"`, `"context"`, `"expert"`, `"pipeline"`, or `"free"`."""
         return ROLES.get(axis.partition(".")[0], "free")
@@ -104,14 +138,17 @@ class Mesh:
 
         A factor that an axis is too large for can then be split by a part of it, and another factor by the rest.
         """
-        axes, links = {}, {}
+        if math.prod(sizes) != self.sizes[axis] or any(k < 1 for k in sizes):
+            raise ValueError(f"{sizes} do not multiply to {axis}={self.sizes[axis]}")
+        axes: dict[str, int] = {}
+        links: dict[str, Link] = {}
         for name, n in self.axes:
             parts = {f"{name}.{i}": k for i, k in enumerate(sizes)} if name == axis else {name: n}
             axes |= parts
-            links |= dict.fromkeys(parts, self.link[name].name)
-        if math.prod(sizes) != self.sizes[axis]:
-            raise ValueError(f"{sizes} do not multiply to {axis}={self.sizes[axis]}")
-        return Mesh(device=self.device.name, links=links, **axes)
+            links |= dict.fromkeys(parts, self.link[name])
+        made = Mesh.__new__(Mesh)
+        made._set(tuple(axes.items()), self.device, tuple(links.items()))
+        return made
 
     @cached_property
     def coords(self) -> tuple[dict[str, int], ...]:
