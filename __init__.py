@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .partitioner.calibration import Calibration
 from .partitioner.capture import capture
-from .partitioner.errors import CaptureError, LawError, MeshwrightError, PlanError
+from .partitioner.errors import CalibrationError, CaptureError, LawError, MeshwrightError, PlanError
 from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
@@ -18,6 +19,7 @@ from .partitioner.mesh import Mesh
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, make_plan, replan
 from .passes.lower import lower
+from .runtime.calibrate import calibrate
 from .runtime.checks import check_options, check_target
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
 from .runtime.launch import check_world, device_here, mesh_here
@@ -25,8 +27,8 @@ from .runtime.optimizer import clip_grad_norm as _clip
 from .runtime.verify import VerifyError
 
 __all__ = [
-    "CaptureError", "Compiled", "LawError", "Mesh", "MeshwrightError", "Plan", "PlanError", "VerifyError",
-    "clip_grad_norm_", "compile",
+    "Calibration", "CalibrationError", "CaptureError", "Compiled", "LawError", "Mesh", "MeshwrightError", "Plan",
+    "PlanError", "VerifyError", "calibrate", "clip_grad_norm_", "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .collective_cost import KINDS
 from .errors import CalibrationError
 from .fields import Fields
 from .hardware import DEVICES, LINKS, Device, Line, Link
@@ -133,11 +134,11 @@ def _device(fields: Fields) -> Device:
 
 def _measured(axis: str, fields: Fields) -> MeasuredLink:
     name = fields.text("link", LINKS)
-    ranks, latency, bandwidth = (fields.number(key) for key in ("ranks", "latency", "bandwidth"))
+    ranks, latency, bandwidth = fields.whole("ranks"), fields.number("latency"), fields.number("bandwidth")
     kinds = fields.inner("collectives")
-    own = tuple((kind, tuple(_line(f) for f in kinds.items(kind))) for kind in kinds.names())
+    own = tuple((kind, tuple(_line(f) for f in kinds.items(kind))) for kind in kinds.names(KINDS))
     fields.done()
-    return MeasuredLink(axis, int(ranks), Link(name, bandwidth, latency, LINKS[name].lines, None, own))
+    return MeasuredLink(axis, ranks, Link(name, bandwidth, latency, LINKS[name].lines, None, own))
 
 
 def _line(fields: Fields) -> Line:

@@ -19,9 +19,20 @@ class Fields:
         self.where = where
         self._read: set[str] = set()
 
-    def names(self) -> tuple[str, ...]:
-        """All names, where any name is allowed."""
+    def names(self, among: Iterable[str] | None = None) -> tuple[str, ...]:
+        """All names, where any name is allowed, or any of `among`."""
+        known = sorted(self.content if among is None else among)
+        for name in self.content:
+            if name not in known:
+                self.fail(name, f"unknown; there are {', '.join(known)}")
         return tuple(self.content)
+
+    def whole(self, name: str) -> int:
+        """A whole number above 0."""
+        value = self.number(name)
+        if not value.is_integer():
+            self.fail(name, f"expected a whole number, got {value:g}")
+        return int(value)
 
     def number(self, name: str, least: float | None = None) -> float:
         """A finite number: above 0, or at least `least`."""

@@ -1,0 +1,89 @@
+"""Measures the collectives of one axis of a mesh, with the comm that compiled programs use.
+
+Each kind runs at eight sizes, all groups of the axis at once as in a training step. A size is timed as a batch of
+repeats, the fastest of three batches counts, and of the ranks the slowest. In one process the ranks take turns, so the
+seconds of one are those of all over their number.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from ..partitioner.mesh import Mesh
+from ..partitioner.transfer import Transfer
+from .comm import Comm, Program, Start, Wait
+from .measure_device import finish
+
+KINDS = ("permute", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+_POINTS, _BATCHES = 8, 3
+_LARGEST = {"cpu": 2**23, "cuda": 2**28}
+_SMALLEST, _REPEATS, _REPEATED = 2**12, 16, 2**21
+"""Bytes of the whole tensor of the first size; repeats of a batch, fewer where they would move more bytes than that."""
+
+
+@dataclass
+class Case:
+    """A kind at one size: `sent` bytes by the ring formula, and the fastest batch's seconds of one call, by rank."""
+
+    kind: str
+    nbytes: int
+    sent: float
+    seconds: dict[int, float] = field(default_factory=dict)
+
+
+def measure_axis(comm: Comm, mesh: Mesh, axis: str, device: torch.device) -> list[Case]:
+    """The sweeps of every kind over one axis; this process's ranks only."""
+    k = mesh.sizes[axis]
+    sizes = [round(_SMALLEST * (_LARGEST[device.type] / _SMALLEST) ** (i / (_POINTS - 1))) for i in range(_POINTS)]
+    wholes = [-(-size // (4 * k)) * 4 * k for size in sizes]  # float32 elements that divide among the ranks
+    cases = [Case(kind, n, ring_bytes(kind, n, k)) for kind in KINDS for n in wholes]
+    comm.run([_program(mesh, axis, rank, cases, device) for rank in comm.ranks])
+    if len(comm.ranks) > 1:
+        for case in cases:
+            case.seconds = {r: s / mesh.world_size for r, s in case.seconds.items()}
+    return cases
+
+
+def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
+    """Bytes that one rank sends for a whole tensor of `nbytes`."""
+    if kind == "permute":
+        return float(nbytes)
+    return nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+
+
+def _program(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.device) -> Program:
+    index = mesh.coord(rank)[axis]
+    for case in cases:
+        transfer, elements = transfer_for(case.kind, axis, index, mesh.sizes[axis], case.nbytes // 4)
+        x = torch.zeros(elements, device=device)
+        repeats = max(2, min(_REPEATS, _REPEATED // case.nbytes))
+        for batch in range(_BATCHES + 1):
+            count = repeats if batch else 1  # one call warms up
+            finish(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                handle = yield Start((transfer,), (x,))
+                yield Wait(handle)
+            finish(device)
+            taken = (time.perf_counter() - start) / count
+            if batch:
+                case.seconds[rank] = min(taken, case.seconds.get(rank, taken))
+
+
+def transfer_for(kind: str, axis: str, index: int, k: int, n: int) -> tuple[Transfer, int]:
+    """The transfer of a whole tensor of n elements as member `index` of k sees it, and its local elements."""
+    part = (n // k,) * k
+    if kind == "all_gather":
+        return Transfer(kind, (axis,), (n // k,), (n,), gather_dim=0, gather_sizes=part), n // k
+    if kind == "reduce_scatter":
+        return Transfer(kind, (axis,), (n,), (n // k,), split_dim=0, split_sizes=part), n
+    if kind == "all_to_all":
+        both = Transfer(
+            kind, (axis,), (n,), (n,), gather_dim=0, gather_sizes=part, split_dim=0, split_sizes=part
+        )  # fmt: skip
+        return both, n
+    peers = ((index + 1) % k, (index - 1) % k) if kind == "permute" else (-1, -1)
+    return Transfer(kind, (axis,), (n,), (n,), peers=peers), n
