@@ -1,7 +1,7 @@
 """Measures the collectives of one axis of a mesh, with the comm that compiled programs use.
 
 Each kind runs at eight sizes, all groups of the axis at once as in a training step. A size is timed as a batch of
-repeats, the fastest of three batches counts, and of the ranks the slowest. In one process the ranks take turns, so the
+repeats, the fastest of five batches counts, and of the ranks the slowest. In one process the ranks take turns, so the
 seconds of one are those of all over their number.
 """
 
@@ -18,7 +18,7 @@ from .comm import Comm, Program, Start, Wait
 from .measure_device import finish
 
 KINDS = ("permute", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
-_POINTS, _BATCHES = 8, 3
+_POINTS, _BATCHES = 8, 5
 _LARGEST = {"cpu": 2**23, "cuda": 2**28}
 _SMALLEST, _REPEATS, _REPEATED = 2**12, 16, 2**21
 """Bytes of the whole tensor of the first size; repeats of a batch, fewer where they would move more bytes than that."""

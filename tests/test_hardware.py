@@ -1,6 +1,7 @@
 """Presets of devices and links, the roofline, and meshes with unequal links."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,3 +118,8 @@ def test_arrays_are_priced_as_numbers(device, dtype, shapes):
     together = compute_seconds(2.0 * m * n * k, 4.0 * m * n, dtype, device, (m, n, k))
     one_by_one = [compute_seconds(2.0 * a * b * c, 4.0 * a * b, dtype, device, (a, b, c)) for a, b, c in shapes]
     np.testing.assert_allclose(together, one_by_one, rtol=1e-12)
+
+
+def test_every_preset_is_on_the_page():
+    page = (Path(__file__).parents[1] / "docs" / "hardware.md").read_text()
+    assert [name for name in (*DEVICES, *LINKS) if f"`{name}`" not in page] == []
