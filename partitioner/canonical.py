@@ -2,10 +2,13 @@
 
     start_from_loss    the gradient of the loss is 1
     place_random_ops   aten.native_dropout, aten.rand, ... -> kernels/random.py's functions, numbered in program order
-    clean              detach, alias, lift_fresh_copy removed; t(t(x)) is x; dead nodes removed
+    clean              detach, alias, lift_fresh_copy removed; t(t(x)) is x; equal views are one; dead nodes removed
 """
 
 from __future__ import annotations
+
+import operator
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -16,7 +19,11 @@ from .graph import Role, where
 
 aten = torch.ops.aten
 
-_NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+_NOTHING = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+
+
+_COPYING_VIEWS = {aten._unsafe_view.default, aten.reshape.default, aten._to_copy.default}
+"""Like views, but each may have memory of its own."""
 
 
 def place_random_ops(graph: fx.Graph, roles: tuple[Role, ...], seed: int) -> tuple[fx.Graph, tuple[Role, ...]]:
@@ -62,15 +69,61 @@ def start_from_loss(graph: fx.Graph, roles: tuple[Role, ...]) -> tuple[Role, ...
 
 
 def clean(graph: fx.Graph) -> None:
-    """Remove what computes nothing."""
+    """Remove what computes nothing, and what computes again what is there."""
+    graph.eliminate_dead_code()  # first, so that no call is merged into one that nothing reads
+    merged = _Merged()
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _NOTHING:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        elif node.target is aten.t.default and getattr(node.args[0], "target", None) is aten.t.default:
-            node.replace_all_uses_with(node.args[0].args[0])
+        same = _operand_it_is(node) or merged.earlier(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
+
+
+def _operand_it_is(node: fx.Node) -> Any:
+    """The node whose value a call merely hands on, or None."""
+    operand = node.args[0] if node.args else None
+    if node.target in _NOTHING:
+        return operand
+    if node.target is aten.t.default and isinstance(operand, fx.Node) and operand.target is aten.t.default:
+        return operand.args[0]
+    return None
+
+
+class _Merged:
+    """Views, casts and items met so far, to find an equal one: the projections of q, k and v each view their input
+    anew, and should read one node.
+
+    A view costs nothing, so a view in backward may be one made in forward. A cast is memory: one made in forward would
+    be kept for backward. So is a view of an input: a parameter may be gathered for forward and again for backward.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[tuple, fx.Node] = {}
+        self.of_input: set[fx.Node] = set()
+
+    def earlier(self, node: fx.Node) -> fx.Node | None:
+        """An equal call before this one."""
+        target: Any = node.target
+        view = target is operator.getitem or getattr(target, "is_view", False)
+        if not view and target not in _COPYING_VIEWS:
+            return None
+        operand = node.args[0]
+        if isinstance(operand, fx.Node) and (operand.op == "placeholder" or operand in self.of_input):
+            self.of_input.add(node)
+        phase = None if view and node not in self.of_input else bool(node.meta.get("backward"))
+        key = (target, phase, _hashable(node.args), _hashable(node.kwargs))
+        first = self.first.setdefault(key, node)
+        return None if first is node else first
+
+
+def _hashable(x: Any) -> Any:
+    """Arguments as a dict key, in which 1, 1.0 and True differ."""
+    if isinstance(x, (list, tuple)):
+        return tuple([_hashable(y) for y in x])
+    if isinstance(x, dict):
+        return tuple([(k, _hashable(v)) for k, v in x.items()])
+    return (type(x), x)
