@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from .errors import PlanError
-from .plan import Plan
+from .plan import Decision, Plan
 from .strategies import Choice
 
 
@@ -68,7 +68,8 @@ def explain(plan: Plan, name: str) -> str:
         module, op, where = plan.modules.get(call, ("", "", ""))
         if name in (call, module) or fnmatch.fnmatchcase(module, name):
             lines.append(f"{call} = {op}  [{module}] {where}")
-            lines += [f"  {axis}: {_reason(plan, call, axis, choice)}" for axis, choice in by.items()]
+            decisions = plan.decisions.of(call) if plan.decisions is not None else {}
+            lines += [f"  {axis}: {_reason(plan, decisions.get(axis), axis, choice)}" for axis, choice in by.items()]
     if not lines:
         near = sorted({m for m, _, _ in plan.modules.values() if m} | set(plan.resting))
         alike = [n for n in near if name.split(".")[-1] in n][:5]
@@ -77,8 +78,7 @@ def explain(plan: Plan, name: str) -> str:
     return "\n".join(lines)
 
 
-def _reason(plan: Plan, call: str, axis: str, choice: Choice) -> str:
-    decision = plan.decisions.get(call, {}).get(axis)
+def _reason(plan: Plan, decision: Decision | None, axis: str, choice: Choice) -> str:
     if decision is None:
         return f"{choice_text(choice)} (the only legal choice for {plan.mesh.role(axis)} axis {axis})"
     ranked = ", ".join(f"{choice_text(c)} {s * 1e6:.1f} us" for c, s in decision.ranked())

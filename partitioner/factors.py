@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map
 
-from .graph import Graph, is_getitem, is_tensor, tensor_operands, values_of
+from .graph import Graph, is_getitem, is_tensor, values_of
 from .layout import Factor, Layout
 from .rules.every import rule_of
 from .rules.notation import Dims, Rule
@@ -57,6 +57,8 @@ class Atoms:
 
     def leaves(self, atoms: list[int]) -> list[int]:
         """The atoms, each as the uncut ones it is now made of."""
+        if len(atoms) == 1 and self._parent[atoms[0]] == atoms[0] and not self._parts[atoms[0]]:
+            return atoms
         out: list[int] = []
         stack = list(reversed(atoms))
         while stack:
@@ -77,7 +79,10 @@ class Atoms:
 
     def unite(self, a: list[int], b: list[int]) -> bool:
         """Make two lists of atoms of one product the same; False (and nothing changes) when their cuts disagree."""
-        if not _agree(self._sizes(a), self._sizes(b)):
+        left, right = self.leaves(a), self.leaves(b)
+        if left == right:
+            return True
+        if not _agree([self._size[x] for x in left], [self._size[x] for x in right]):
             return False
         while True:
             left, right = self.leaves(a), self.leaves(b)
@@ -125,12 +130,14 @@ class Factored:
         calls: per call what its rule was made from.
         atoms: per call and leaf the atom it is; per value (see `dims`) the atoms of each dim.
         dims: per tensor node, per dim, its atoms.
+        operands: per call its tensor operands, as `tensor_operands` has them.
     """
 
     shapes: dict[fx.Node, Shape] = field(default_factory=dict)
     calls: dict[fx.Node, Call] = field(default_factory=dict)
     atoms: dict[fx.Node, dict[Leaf, int]] = field(default_factory=dict)
     dims: dict[fx.Node, list[list[int]]] = field(default_factory=dict)
+    operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     sizes: Atoms = field(default_factory=Atoms)
 
     def whole(self, node: fx.Node) -> Layout:
@@ -138,13 +145,25 @@ class Factored:
         return Layout(tuple(tuple(Factor(self.sizes.size(a)) for a in dim) for dim in self.dims[node]))
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What calls of one signature share: the call on fake tensors, its rule, and the sizes of the rule's factors."""
+
+    call: Call
+    rule: Rule
+    sizes: dict[str, int]
+    settled: dict[Any, tuple[Shape, dict[Leaf, int]]] = field(default_factory=dict)
+
+
 @dataclass
 class _Laid:
     """A call whose factors have been united but may still be cut: per factor its atoms, and what stays apart."""
 
-    rule: Rule
-    known: dict[str, list[int]]
-    apart: set[str]
+    kind: _Kind
+    operands: list[fx.Node]
+    values: tuple[fx.Node | None, ...]
+    known: dict[str, list[int]] = field(default_factory=dict)
+    apart: set[str] = field(default_factory=set)
 
 
 def factor_graph(graph: Graph, resting: Mapping[str, Layout] | None = None) -> Factored:
@@ -154,21 +173,69 @@ def factor_graph(graph: Graph, resting: Mapping[str, Layout] | None = None) -> F
     """
     out = Factored()
     laid: dict[fx.Node, _Laid] = {}
-    rules: dict[Any, Rule] = {}
+    kinds = _Kinds()
     for node in graph.fx.nodes:
         if node.op in ("placeholder", "get_attr") and is_tensor(node):
             out.dims[node] = [out.sizes.new(n) for n in node.meta["val"].shape]
         elif node.op == "call_function" and not is_getitem(node):
-            laid[node] = _lay(node, out, rules)
+            kind, operands = kinds.of(node)
+            out.calls[node], out.operands[node] = kind.call, operands
+            laid[node] = _lay(kind, operands, values_of(node), out)
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         if resting and role.kind == "param" and (layout := resting.get(str(role.name))):
             for atoms, dim in zip(out.dims[node], layout.dims, strict=True):
                 out.sizes.divide(atoms, [f.size for f in dim])
-    for node, one in laid.items():
-        _settle(node, one, out)
+    final = _Final(out.sizes)
     for node, dims in out.dims.items():
-        out.dims[node] = [out.sizes.leaves(d) for d in dims]
+        out.dims[node] = [final.leaves(d) for d in dims]
+    for node, one in laid.items():
+        out.shapes[node], out.atoms[node] = _settled(one, out, final)
     return out
+
+
+class _Kinds:
+    """The kinds of the calls of one graph, by signature: target, plain arguments, shapes and dtypes of tensors."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Any, _Kind] = {}
+        self._tensors: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> tuple[_Kind, list[fx.Node]]:
+        operands: list[fx.Node] = []
+        args = tuple([self._key(x, operands) for x in node.args])
+        kwargs = tuple([(k, self._key(x, operands)) for k, x in node.kwargs.items()]) if node.kwargs else ()
+        val = node.meta["val"]
+        outs = tuple(map(_tensor_key, val)) if isinstance(val, (tuple, list)) else _tensor_key(val)
+        signature = (node.target, args, kwargs, outs)
+        kind = self._kinds.get(signature)
+        if kind is None:
+            call = call_of(node)
+            rule = rule_of(call)
+            kind = self._kinds[signature] = _Kind(call, rule, _sizes(rule, call))
+        return kind, operands
+
+    def _key(self, x: Any, operands: list[fx.Node]) -> Any:
+        if isinstance(x, fx.Node):
+            found = self._tensors.get(x)
+            if found is None:
+                found = self._tensors[x] = _tensor_key(x.meta.get("val"))
+            if found[0] is _TENSOR:
+                operands.append(x)
+            return found
+        if isinstance(x, (list, tuple)):
+            return tuple([self._key(y, operands) for y in x])
+        if isinstance(x, dict):
+            return tuple([(k, self._key(y, operands)) for k, y in x.items()])
+        return (type(x), x if isinstance(x, (int, float, bool, str)) else str(x))
+
+
+_TENSOR = object()
+
+
+def _tensor_key(val: Any) -> tuple:
+    if isinstance(val, torch.Tensor):
+        return (_TENSOR, tuple([n if isinstance(n, int) else str(n) for n in val.shape]), val.dtype)
+    return (type(val), str(val))
 
 
 def call_of(node: fx.Node) -> Call:
@@ -180,32 +247,17 @@ def call_of(node: fx.Node) -> Call:
     return Call(node.target, tree_map(fake, node.args), tree_map(fake, dict(node.kwargs)), node.meta["val"])
 
 
-def _signature(call: Call) -> Any:
-    def key(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return ("T", tuple(n if isinstance(n, int) else str(n) for n in x.shape), x.dtype)
-        return tuple(map(key, x)) if isinstance(x, (list, tuple)) else (type(x).__name__, str(x))
-
-    outs = tuple(key(o) for o in call.outputs)
-    return (call.target, key(call.args), tuple((k, key(v)) for k, v in call.kwargs.items()), outs)
-
-
-def _lay(node: fx.Node, out: Factored, rules: dict[Any, Rule]) -> _Laid:
-    call = call_of(node)
-    signature = _signature(call)
-    rule = rules.get(signature)
-    if rule is None:
-        rule = rules[signature] = rule_of(call)
-    out.calls[node] = call
-    one = _Laid(rule, {}, set())
-    sizes = _sizes(rule, call)
-    for operand, dims in zip(tensor_operands(node), rule.inputs, strict=True):
+def _lay(kind: _Kind, operands: list[fx.Node], values: tuple[fx.Node | None, ...], out: Factored) -> _Laid:
+    one = _Laid(kind, operands, values)
+    rule, store = kind.rule, out.sizes
+    for operand, dims in zip(operands, rule.inputs, strict=True):
         for names, atoms in zip(dims, out.dims[operand], strict=True):
-            _take(names, atoms, one, sizes, out.sizes)
-    for value, dims, tensor in zip(values_of(node), rule.outputs, call.outputs, strict=False):
+            if names:
+                _take(names, atoms, one, store)
+    for value, dims, tensor in zip(values, rule.outputs, kind.call.outputs, strict=False):
         if dims is None or not isinstance(tensor, torch.Tensor):
             continue
-        made = [_make(names, n, one, sizes, out.sizes) for names, n in zip(dims, tensor.shape, strict=True)]
+        made = [_make(names, n, one, store) for names, n in zip(dims, tensor.shape, strict=True)]
         if value is not None:
             out.dims[value] = made
     return one
@@ -232,11 +284,9 @@ def _sizes(rule: Rule, call: Call) -> dict[str, int]:
     return sizes
 
 
-def _take(names: tuple[str, ...], atoms: list[int], one: _Laid, sizes: dict[str, int], store: Atoms) -> None:
+def _take(names: tuple[str, ...], atoms: list[int], one: _Laid, store: Atoms) -> None:
     """An operand's dim: unite its atoms with the factors it is made of, or set the factors apart."""
-    if not names:
-        return
-    groups = [atoms] if len(names) == 1 else store.divide(atoms, [sizes[f] for f in names])
+    groups = [atoms] if len(names) == 1 else store.divide(atoms, [one.kind.sizes[f] for f in names])
     if groups is None:
         one.apart |= set(names)
         return
@@ -247,49 +297,85 @@ def _take(names: tuple[str, ...], atoms: list[int], one: _Laid, sizes: dict[str,
             one.apart.add(f)
 
 
-def _make(names: tuple[str, ...], n: Any, one: _Laid, sizes: dict[str, int], store: Atoms) -> list[int]:
+def _make(names: tuple[str, ...], n: Any, one: _Laid, store: Atoms) -> list[int]:
     """An output's dim: the atoms of its factors; fresh ones for a factor that no operand has, or that is apart."""
     if not names or any(f in one.apart for f in names):
         one.apart |= set(names)
         return store.new(n)
     for f in names:
         if f not in one.known:
-            one.known[f] = store.new(n if len(names) == 1 else sizes[f])
+            one.known[f] = store.new(n if len(names) == 1 else one.kind.sizes[f])
     return [a for f in names for a in one.known[f]]
 
 
-def _settle(node: fx.Node, one: _Laid, out: Factored) -> None:
-    """Read a call's leaves, now that no atom will be cut any more."""
-    operands = tensor_operands(node)
-    made = [(d, out.dims[v]) for v, d in zip(values_of(node), one.rule.outputs, strict=False) if d and v in out.dims]
-    seen = [*zip(one.rule.inputs, (out.dims[o] for o in operands), strict=True), *made]
-    leaves = _sound_leaves({f: a for f, a in one.known.items() if f not in one.apart}, seen, out.sizes)
-    out.atoms[node] = {(f, i): a for f, atoms in leaves.items() for i, a in enumerate(atoms)}
+class _Final:
+    """The leaves of atoms, now that no atom will be cut any more."""
+
+    def __init__(self, store: Atoms):
+        self._store = store
+        self._known: dict[int, list[int]] = {}
+
+    def leaves(self, atoms: list[int]) -> list[int]:
+        if len(atoms) == 1:
+            found = self._known.get(atoms[0])
+            if found is None:
+                found = self._known[atoms[0]] = self._store.leaves(atoms)
+            return found
+        return [leaf for a in atoms for leaf in self.leaves([a])]
+
+
+def _settled(one: _Laid, out: Factored, final: _Final) -> tuple[Shape, dict[Leaf, int]]:
+    """A call's shape, and the atom of each of its leaves.
+
+    Calls of one kind whose atoms make the same pattern share one `Shape`, which later stages know equal calls by.
+    """
+    known = [(f, final.leaves(a)) for f, a in one.known.items() if f not in one.apart]
+    rule = one.kind.rule
+    seen = [(d, out.dims[o]) for d, o in zip(rule.inputs, one.operands, strict=True)]
+    made = [(d, out.dims[v]) for v, d in zip(one.values, rule.outputs, strict=False) if d and v in out.dims]
+    number: dict[int, int] = {}
+    pattern = [tuple([number.setdefault(a, len(number)) for a in atoms]) for _, atoms in known]
+    for _, dims in (*seen, *made):
+        pattern += [tuple([number.setdefault(a, len(number)) for a in dim]) for dim in dims]
+    used = tuple([v is not None and v in out.dims for v in one.values])
+    key = (tuple(pattern), tuple([out.sizes.size(a) for a in number]), tuple([f for f, _ in known]), used)
+    found = one.kind.settled.get(key)
+    if found is None:
+        shape, atoms = _settle(one, known, [*seen, *made], out)
+        found = one.kind.settled[key] = (shape, {leaf: number[a] for leaf, a in atoms.items()})
+    order = list(number)
+    return found[0], {leaf: order[i] for leaf, i in found[1].items()}
+
+
+def _settle(one: _Laid, known: list, seen: list, out: Factored) -> tuple[Shape, dict[Leaf, int]]:
+    """Read a call's leaves off the final atoms."""
+    store, rule = out.sizes, one.kind.rule
+    leaves = _sound_leaves(dict(known), seen)
 
     def dims_of(dims: Dims, own: list[list[int]]) -> LeafDims:
         return tuple(
-            _labels(names, atoms, leaves, out.sizes)
-            or tuple((None, out.sizes.size(a)) for a in out.sizes.leaves(atoms))
+            _labels(names, atoms, leaves, store) or tuple((None, store.size(a)) for a in atoms)
             for names, atoms in zip(dims, own, strict=True)
         )
 
-    inputs = tuple(dims_of(d, out.dims[o]) for o, d in zip(operands, one.rule.inputs, strict=True))
+    inputs = tuple(dims_of(d, out.dims[o]) for o, d in zip(one.operands, rule.inputs, strict=True))
     outputs: list[LeafDims | None] = []
-    for value, dims in zip(values_of(node), one.rule.outputs, strict=False):
+    for value, dims in zip(one.values, rule.outputs, strict=False):
         outputs.append(dims_of(dims, out.dims[value]) if dims is not None and value in out.dims else None)
-    sizes = {f: tuple(out.sizes.size(a) for a in atoms) for f, atoms in leaves.items()}
-    out.shapes[node] = Shape(one.rule, sizes, inputs, tuple(outputs))
+    sizes = {f: tuple(store.size(a) for a in atoms) for f, atoms in leaves.items()}
+    return Shape(rule, sizes, inputs, tuple(outputs)), {
+        (f, i): a for f, atoms in leaves.items() for i, a in enumerate(atoms)
+    }
 
 
-def _sound_leaves(known: dict[str, list[int]], seen: list, store: Atoms) -> dict[str, list[int]]:
+def _sound_leaves(leaves: dict[str, list[int]], seen: list) -> dict[str, list[int]]:
     """The leaves of the factors that every dim they stand in shows; a factor hidden in one dim is not to be split."""
-    leaves = {f: store.leaves(a) for f, a in known.items()}
     while True:
         hidden = {
             f
             for dims, own in seen
             for names, atoms in zip(dims, own, strict=True)
-            if names and _labels(names, atoms, leaves, store) is None
+            if names and not _shows(names, atoms, leaves)
             for f in names
             if f in leaves
         }
@@ -298,13 +384,15 @@ def _sound_leaves(known: dict[str, list[int]], seen: list, store: Atoms) -> dict
         leaves = {f: a for f, a in leaves.items() if f not in hidden}
 
 
+def _shows(names: tuple[str, ...], atoms: list[int], leaves: dict[str, list[int]]) -> bool:
+    """Whether a dim is made of just the leaves of its factors."""
+    return all(f in leaves for f in names) and [a for f in names for a in leaves[f]] == atoms
+
+
 def _labels(
     names: tuple[str, ...], atoms: list[int], leaves: dict[str, list[int]], store: Atoms
 ) -> tuple[tuple[Leaf | None, int], ...] | None:
     """Per layout factor of a dim the leaf it is; None when the dim does not show its factors."""
-    own = store.leaves(atoms)
-    if all(f in leaves for f in names):
-        named = [((f, i), a) for f in names for i, a in enumerate(leaves[f])]
-        if [a for _, a in named] == own:
-            return tuple((leaf, store.size(a)) for leaf, a in named)
-    return None
+    if not _shows(names, atoms, leaves):
+        return None
+    return tuple(((f, i), store.size(a)) for f in names for i, a in enumerate(leaves[f]))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import fnmatch
 
+import torch.fx as fx
+
 from .errors import PlanError
 from .factors import Factored, factor_graph
-from .graph import Graph, is_tensor
+from .graph import Graph, is_tensor, values_of, where
 from .layout import Layout, Spot, parse
 from .mesh import Mesh
 from .plan import Plan
-from .strategies import State
+from .rules.split import Shape
+from .strategies import Choice, State, output_state
 
 
 def check_saved(graph: Graph, mesh: Mesh, plan: Plan) -> None:
@@ -72,3 +75,36 @@ def pinned_state(text: str, axis: str, layout: Layout) -> State:
                 spot: Spot = (i, j if len(dim) == len(layout.dims[i]) else 0)
                 return spot
     return None
+
+
+Pins = dict[fx.Node, tuple[tuple[str, str], ...]]
+"""Calls that a pin names: (pattern, text) of each such pin."""
+
+
+def pinned_calls(graph: Graph, pin: dict[str, str]) -> Pins:
+    found: Pins = {}
+    for node in graph.calls() if pin else ():
+        named = tuple((p, t) for p, t in pin.items() if fnmatch.fnmatchcase(node.name, p))
+        if named:
+            found[node] = named
+    return found
+
+
+def pinned_choices(
+    node: fx.Node, choices: list[Choice], shape: Shape, axis: str, factored: Factored, pins: Pins
+) -> list[Choice]:
+    """The choices of a pinned call that give its first output the state that the pin says.
+
+    Raises:
+        PlanError: there is none.
+    """
+    first = next(v for v in values_of(node) if v is not None)
+    for pattern, text in pins[node]:
+        wanted = pinned_state(text, axis, factored.whole(first))
+        choices = [c for c in choices if output_state(shape, 0, c) == wanted]
+        if not choices:
+            raise PlanError(
+                f"the pin {pattern!r}: {text!r} cannot hold on axis {axis}: {node.name} ({node.target}) at "
+                f"{where(node)} has no such split"
+            )
+    return choices

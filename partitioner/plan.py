@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import PlanError
 from .layout import Factor, Layout
 from .mesh import Mesh
 from .strategies import Choice
+
+if TYPE_CHECKING:
+    from .facts import Facts
+    from .reasons import Reasons
+    from .traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,10 @@ class Plan:
         schedule, stages, micro_batches: the pipeline part; one stage, run once.
         seconds: predicted seconds of compute and of communication in one step.
         notes: what is less parallel than asked, or costs more than one would think.
-        decisions: {call: {axis: Decision}}, for `explain`.
+        decisions: per call and axis the `Decision`, worked out when asked for; None for a plan that was given.
+        modules: per call its module, its op and the user's source line.
+        gap: how far above the least the predicted cost can be, relative; None where that is not known.
+        facts: costs and traffic, for reading; None until the plan has met its program.
     """
 
     mesh: Mesh
@@ -54,13 +62,40 @@ class Plan:
     micro_batches: int = 1
     seconds: tuple[float, float] = (0.0, 0.0)
     notes: tuple[str, ...] = ()
-    decisions: Mapping[str, Mapping[str, Decision]] = field(default_factory=dict, repr=False, compare=False)
+    decisions: Reasons | None = field(default=None, repr=False, compare=False)
     modules: Mapping[str, tuple[str, str, str]] = field(default_factory=dict, repr=False, compare=False)
+    gap: float | None = field(default=None, compare=False)
+    facts: Facts | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        from .explain import summary
+        return self.summary()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Collectives of one step: {(axes, kind): (count, bytes that a rank sends, seconds)}; {} if not known."""
+        return self.facts.traffic if self.facts is not None else {}
+
+    def summary(self) -> str:
+        """One screen: mesh, seconds, what is sent, parameters at rest, what modules do, notes; layers folded."""
+        from .summary import summary
 
         return summary(self)
+
+    def diff(self, other: Plan) -> str:
+        """What `other` does otherwise, layers folded; "" where the two decide the same."""
+        from .diff import diff
+
+        return diff(self, other)
+
+    def explain(self, name: str) -> str:
+        """Why a call, the calls of a module, or a parameter is as it is; `name` may be a glob.
+
+        Raises:
+            PlanError: nothing has that name.
+        """
+        from .explain import explain
+
+        return explain(self, name)
 
     def to_text(self) -> str:
         """The plan as JSON: stable, one line a decision, made for review and for `plan=`."""

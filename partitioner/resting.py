@@ -1,4 +1,4 @@
-"""How parameters rest between uses: the ZeRO stages as layouts.
+"""How parameters rest between uses: the ZeRO stages as layouts, one variable of the planner for each parameter.
 
     stage 0   whole on every data rank
     stage 1,2 split over the data ranks; gathered once a step, at the first use, and kept until the last
@@ -7,19 +7,32 @@
 Gradients and optimizer state rest as the parameter does. In all stages a gradient is reduced straight to where it
 rests: an all-reduce at stage 0, a reduce-scatter otherwise. With `dp_replicate` and `dp_shard` axes only the second
 splits (HSDP). A parameter with no factor large enough rests whole.
+
+    seconds(layout) = 28 bytes a local element / memory bandwidth    (AdamW in fp32 reads p, g, m, v, writes p, m, v)
 """
 
 from __future__ import annotations
 
 import fnmatch
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch.fx as fx
+
+from .collective import largest_local
+from .compute_cost import compute_seconds
 from .cost import nbytes
 from .errors import PlanError
+from .factors import Factored
+from .given import pinned_state
 from .graph import Graph
 from .layout import Factor, Layout, Spot, local_shape, parse
 from .mesh import Mesh
-from .strategies import never_empty
+from .states import Prices, States, layout_states
+from .strategies import Marked, never_empty
 
 if TYPE_CHECKING:
     from .planner import Options
@@ -27,45 +40,155 @@ if TYPE_CHECKING:
 OPTIMIZER_BYTES = 16
 """Bytes a parameter of fp32 training with Adam: 4 weight, 4 gradient, 8 state (ZeRO, section 3.1)."""
 
+STEP_BYTES = 28
+"""Bytes a parameter that an fp32 AdamW step moves."""
 
-def resting_layouts(
-    working: dict[str, Layout], graph: Graph, mesh: Mesh, options: Options
-) -> tuple[int, dict[str, Layout], list[str]]:
-    """(ZeRO stage, {parameter: layout}, notes) from the working layouts that the planner chose.
+ORDERED_AXES = 3
+"""Meshes of at most so many axes try every order of the axes on one factor; larger ones the mesh's, data axes last."""
+
+
+@dataclass(eq=False)
+class Resting:
+    """The ways a parameter may rest. `seconds`: of the optimizer step; `elements`: of the largest local part."""
+
+    layouts: list[Layout]
+    states: States
+    seconds: np.ndarray
+    elements: np.ndarray
+
+
+class Rests:
+    """Makes the `Resting` of parameters; equal parameters share one. `decided`: {parameter: layout} not to be changed."""
+
+    def __init__(
+        self,
+        factored: Factored,
+        prices: Prices,
+        options: Options,
+        marked: Marked,
+        stage: int | str,
+        decided: Mapping[str, Layout],
+    ):
+        self.factored, self.prices, self.options, self.marked = factored, prices, options, marked
+        self.given = dict(options.resting) if options.resting is not None else decided
+        self.mesh, self.stage = prices.mesh, stage
+        self.shard = shard_axes(self.mesh) if stage != 0 else ()
+        self._made: dict[Any, Resting] = {}
+
+    def of(self, node: fx.Node, name: str, trained: bool) -> Resting:
+        whole = self.factored.whole(node)
+        pins = tuple((p, t) for p, t in self.options.pin.items() if fnmatch.fnmatchcase(name, p))
+        given = self.given.get(name)
+        experts = tuple(a in self.marked.experts for d in self.factored.dims[node] for a in d)
+        key = (whole, node.meta["val"].dtype, experts, pins, given, trained)
+        if key not in self._made:
+            if given is not None:
+                layouts = [refined(given, whole)]
+            else:
+                layouts = self._pinned(name, whole, self._stage(self._layouts(whole, experts)), pins)
+            elements = np.array([largest_local(x, self.mesh) for x in layouts], dtype=float)
+            # bytes at rest weigh little against time, enough to prefer the smaller of two equal plans
+            moved = elements * (STEP_BYTES if trained else 1e-2 * node.meta["val"].element_size())
+            seconds = compute_seconds(0.0, moved, "float32", self.mesh.device)
+            self._made[key] = Resting(layouts, layout_states(layouts, self.prices.names), seconds, elements)
+        return self._made[key]
+
+    def _layouts(self, whole: Layout, experts: tuple[bool, ...]) -> list[Layout]:
+        """Every way that leaves no rank empty."""
+        spots: list[Spot] = [(i, j) for i, d in enumerate(whole.dims) for j in range(len(d))]
+        options = [self._spots(axis, spots, experts) for axis in self.prices.names]
+        found: dict[Layout, None] = {}
+        for where in itertools.product(*options):
+            by_spot: dict[Spot, list[str]] = {}
+            for axis, spot in zip(self.prices.names, where, strict=True):
+                if spot is not None:
+                    by_spot.setdefault(spot, []).append(axis)
+            for orders in itertools.product(*(self._orders(axes) for axes in by_spot.values())):
+                layout = whole
+                for spot, axes in zip(by_spot, orders, strict=True):
+                    if not never_empty(whole.factor(spot).size, tuple(self.mesh.sizes[a] for a in axes)):
+                        break
+                    layout = layout.with_axes(spot, axes)
+                else:
+                    found[layout] = None
+        return list(found)
+
+    def _spots(self, axis: str, spots: list[Spot], experts: tuple[bool, ...]) -> list[Spot | None]:
+        role = self.mesh.role(axis)
+        if role == "expert":
+            spots = [s for s, expert in zip(spots, experts, strict=True) if expert]
+        elif role == "context" or (role == "data" and axis not in self.shard):
+            spots = []
+        return [None, *spots]
+
+    def _orders(self, axes: list[str]) -> list[tuple[str, ...]]:
+        if len(self.prices.names) <= ORDERED_AXES:
+            return list(itertools.permutations(axes))
+        return [tuple(sorted(axes, key=lambda a: self.mesh.role(a) == "data"))]
+
+    def _stage(self, layouts: list[Layout]) -> list[Layout]:
+        """At a stage asked for, the layouts that use most of the data axes."""
+        if self.stage == "auto" or not self.shard:
+            return layouts
+        used = [len(x.split_axes & set(self.shard)) for x in layouts]
+        return [x for x, n in zip(layouts, used, strict=True) if n == max(used)]
+
+    def _pinned(self, name: str, whole: Layout, layouts: list[Layout], pins: tuple) -> list[Layout]:
+        for pattern, text in pins:
+            kept = [x for x in layouts if self._agrees(x, text, whole)]
+            if not kept:
+                legal = " or ".join(map(str, layouts[:6]))
+                raise PlanError(
+                    f"the pin {pattern!r}: {text!r} cannot hold for {name} of shape {whole.shape} on mesh {self.mesh}: "
+                    f"legal there are {legal}"
+                )
+            layouts = kept
+        return layouts
+
+    def _agrees(self, layout: Layout, text: str, whole: Layout) -> bool:
+        named = {a for dim in parse(text)[0] for marks in dim for a in marks}
+        for axis in self.prices.names:
+            if self.mesh.role(axis) == "data" and not {axis, axis.partition(".")[0]} & named:
+                continue
+            if layout.spot_of(axis) != pinned_state(text, axis, whole):
+                return False
+        return True
+
+
+def stage_asked(graph: Graph, mesh: Mesh, options: Options) -> int | str:
+    """The ZeRO stage as asked.
 
     Raises:
-        PlanError: the stage is none of 0, 1, 2, 3, "auto", or a pin on a data axis cannot hold.
+        PlanError: the stage is none of 0, 1, 2, 3, "auto".
     """
     if options.zero not in (0, 1, 2, 3, "auto"):
         raise PlanError(f"zero={options.zero!r}: the ZeRO stage is 0, 1, 2, 3 or 'auto'")
-    if options.resting is not None:
-        stage = options.zero if isinstance(options.zero, int) else 0
-        return stage, {n: refined(options.resting[n], layout.unsplit()) for n, layout in working.items()}, []
-    axes = shard_axes(mesh)
-    stage = options.zero if isinstance(options.zero, int) else _fitting_stage(working, mesh, options)
+    return options.zero
+
+
+def stage_of(resting: dict[str, Layout], mesh: Mesh, again: bool) -> int:
+    """The ZeRO stage that layouts amount to."""
+    axes = set(shard_axes(mesh))
+    return 0 if not any(x.split_axes & axes for x in resting.values()) else 3 if again else 1
+
+
+def small_notes(resting: dict[str, Layout], graph: Graph, mesh: Mesh, stage: int | str) -> list[str]:
+    """What a stage asked for could not do."""
+    axes = set(shard_axes(mesh))
+    if stage in (0, "auto"):
+        return []
     if not axes:
-        _require_fit(working, graph, mesh, options)
-        asked = stage and options.zero != "auto"
-        return 0, dict(working), [f"zero={stage} has no data axis to shard over"] if asked else []
-    out, kept = {}, []
-    for name, layout in working.items():
-        pinned = next((t for p, t in options.pin.items() if fnmatch.fnmatchcase(name, p)), None)
-        out[name] = _pin(name, layout, pinned, axes, mesh) if pinned else layout
-        if stage and not out[name].split_axes & set(axes):
-            out[name] = _sharded(layout, axes, mesh)
-            if out[name] == layout:
-                kept.append(name)
-    notes = []
-    if kept and stage:
-        inputs = zip(graph.placeholders, graph.inputs, strict=True)
-        total = sum(nbytes(n.meta["val"]) for n, r in inputs if r.name in kept)
-        small = f"{len(kept)} parameters too small to shard rest whole ({total} bytes), such as {kept[0]}"
-        notes.append(f"zero={stage}: {small}")
-    _require_fit(out, graph, mesh, options)
-    return stage, out, notes
+        return [f"zero={stage} has no data axis to shard over"]
+    kept = {n for n, x in resting.items() if not x.split_axes & axes}
+    if not kept:
+        return []
+    inputs = zip(graph.placeholders, graph.inputs, strict=True)
+    total = sum(nbytes(n.meta["val"]) for n, r in inputs if r.kind == "param" and r.name in kept)
+    first = next(n for n in resting if n in kept)
+    return [f"zero={stage}: {len(kept)} parameters too small to shard rest whole ({total} bytes), such as {first}"]
 
 
-def _require_fit(resting: dict[str, Layout], graph: Graph, mesh: Mesh, options: Options) -> None:
+def require_fit(resting: dict[str, Layout], graph: Graph, mesh: Mesh, options: Options) -> None:
     """Raises:
     PlanError: what rests is more than the memory asked for, before any activation.
     """
@@ -86,59 +209,11 @@ def shard_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(a for a in data if a != "dp_replicate" or len(data) == 1 and mesh.names == ("dp_replicate",))
 
 
-def _sharded(layout: Layout, axes: tuple[str, ...], mesh: Mesh) -> Layout:
-    """The layout also split over the data axes, on the first factor that divides evenly, else the largest."""
-    sizes = tuple(mesh.sizes[a] for a in axes)
-    ranks = 1
-    for n in sizes:
-        ranks *= n
-    spots: list[tuple[bool, int, Spot]] = []
-    for i, dim in enumerate(layout.dims):
-        for j, f in enumerate(dim):
-            before = tuple(mesh.sizes[a] for a in f.axes)
-            if never_empty(f.size, (*before, *sizes)):
-                even = f.size % (ranks * max(1, _product(before))) == 0
-                spots.append((even, f.size, (i, j)))
-    if not spots:
-        return layout
-    evens = [s for s in spots if s[0]]
-    spot = evens[0][2] if evens else max(spots, key=lambda s: s[1])[2]
-    return layout.with_axes(spot, (*layout.factor(spot).axes, *axes))
-
-
 def _product(numbers: tuple[int, ...]) -> int:
     out = 1
     for n in numbers:
         out *= n
     return out
-
-
-def _pin(name: str, layout: Layout, text: str, axes: tuple[str, ...], mesh: Mesh) -> Layout:
-    """The data axes of a parameter's pin."""
-    dims, _ = parse(text)
-    for i, dim in enumerate(dims):
-        for j, marks in enumerate(dim):
-            for a in (m for m in marks if m in axes):
-                spot = (i, j if len(dim) == len(layout.dims[i]) else 0)
-                wanted = (*layout.factor(spot).axes, a)
-                if not never_empty(layout.factor(spot).size, tuple(mesh.sizes[x] for x in wanted)):
-                    raise PlanError(
-                        f"the pin {text!r} cannot hold for {name}: {layout.factor(spot)} over {a}={mesh.sizes[a]} "
-                        f"leaves a rank empty"
-                    )
-                layout = layout.with_axes(spot, wanted)
-    return layout
-
-
-def _fitting_stage(working: dict[str, Layout], mesh: Mesh, options: Options) -> int:
-    """The least stage whose parameters, gradients and optimizer state leave half of the memory for activations."""
-    if options.memory is None:
-        return 0
-    elements = sum(_product(local_shape(layout, mesh, 0)) for layout in working.values())
-    if elements * OPTIMIZER_BYTES <= options.memory / 2:
-        return 0
-    shards = _product(tuple(mesh.sizes[a] for a in shard_axes(mesh)))
-    return 1 if elements * (4 + 12 / shards) <= options.memory / 2 else 3
 
 
 def refined(layout: Layout, finer: Layout) -> Layout:

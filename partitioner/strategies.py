@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from .factors import Factored
-from .graph import Graph, is_tensor, tensor_operands
+from .graph import Graph, is_tensor
 from .layout import Spot, piece
 from .mesh import Mesh
 from .rules.split import Leaf, LeafDims, Shape
@@ -111,10 +111,11 @@ def marked_atoms(graph: Graph, factored: Factored) -> Marked:
 def _through_windows(graph: Graph, factored: Factored, atoms: set[int]) -> set[int]:
     """The atoms of factors whose windows see one of these atoms, and of factors whose windows see those."""
     found, before = set(atoms), -1
+    seen = [n for n in graph.calls() if factored.shapes[n].rule.windows]
     while len(found) > before:
         before = len(found)
-        for node in graph.calls():
-            operands = tensor_operands(node)
+        for node in seen:
+            operands = factored.operands[node]
             for (k, dim), (factor, _) in factored.shapes[node].rule.windows.items():
                 if not found.isdisjoint(factored.dims[operands[k]][dim]):
                     found |= {atom for leaf, atom in factored.atoms[node].items() if leaf[0] == factor}
@@ -155,19 +156,20 @@ HEAVY = 1.0
 
 
 class Choices:
-    """The legal choices of every call on one axis, given what earlier axes have split."""
+    """The legal choices of every call on one axis. `weights`: what `weights_read` gives."""
 
-    def __init__(self, graph: Graph, factored: Factored, mesh: Mesh, axis: str, marked: Marked):
-        self.factored, self.mesh, self.axis, self.marked = factored, mesh, axis, marked
+    def __init__(
+        self, factored: Factored, mesh: Mesh, axis: str, marked: Marked, weights: dict[fx.Node, tuple[int, ...]]
+    ):
+        self.factored, self.marked, self.weights = factored, marked, weights
         self.role, self.ranks = mesh.role(axis), mesh.sizes[axis]
-        self.weights = _weights(graph)
 
-    def of(self, node: fx.Node, taken: dict[Leaf, tuple[str, ...]]) -> list[Choice]:
-        """The choices of a call; `taken` are the leaves that earlier axes have split."""
+    def of(self, node: fx.Node) -> list[Choice]:
+        """The choices of a call."""
         shape, atoms = self.factored.shapes[node], self.factored.atoms[node]
         if self.factored.calls[node].depends_on_data:
             return [None]
-        legal = [leaf for leaf in atoms if self._legal(shape, leaf, taken)]
+        legal = [leaf for leaf in atoms if self.may_split(shape, leaf)]
         # partial first: of equal plans, the one that reduces late reduces less
         partial: list[Choice] = [*range(len(shape.rule.linear))]
         wanted = {"data": self.marked.batch, "context": self.marked.sequence, "expert": self.marked.experts}
@@ -191,21 +193,21 @@ class Choices:
         Such a call may split another factor instead: heads, with an all-to-all before and after (Ulysses).
         """
         shape = self.factored.shapes[node]
-        for k, operand in enumerate(tensor_operands(node)):
+        for k, operand in enumerate(self.factored.operands[node]):
             has = {a for d in self.factored.dims[operand] for a in d}
             if has & self.marked.sequence and any(c and input_state(shape, k, c) is None for c in mine):
                 return True
         return False
 
-    def _legal(self, shape: Shape, leaf: Leaf, taken: dict[Leaf, tuple[str, ...]]) -> bool:
+    def may_split(self, shape: Shape, leaf: Leaf) -> bool:
+        """Whether a call can be split there, whatever its role on the axis."""
         name, index = leaf
         rule = shape.rule
         if name in rule.whole or (name in rule.ordered and index > 0):
             return False
         if not any(_spot(d, leaf) for d in (*shape.inputs, *(o for o in shape.outputs if o))):
             return False
-        ranks = (*(self.mesh.sizes[a] for a in taken.get(leaf, ())), self.ranks)
-        return never_empty(shape.leaves[name][index], ranks)
+        return never_empty(shape.leaves[name][index], (self.ranks,))
 
     def _splits_weight(self, node: fx.Node, shape: Shape, leaf: Leaf) -> bool:
         if shape.rule.flops < HEAVY:
@@ -213,13 +215,13 @@ class Choices:
         return any(_spot(shape.inputs[i], leaf) for i in self.weights.get(node, ()))
 
 
-def _weights(graph: Graph) -> dict[fx.Node, tuple[int, ...]]:
+def weights_read(graph: Graph, factored: Factored) -> dict[fx.Node, tuple[int, ...]]:
     """Per call the operands that are a parameter of two or more dims, seen through views."""
     inputs = zip(graph.placeholders, graph.inputs, strict=True)
     views = {n for n, r in inputs if r.kind == "param" and n.meta["val"].dim() > 1}
     out: dict[fx.Node, tuple[int, ...]] = {}
     for node in graph.calls():
-        operands = tensor_operands(node)
+        operands = factored.operands[node]
         mine = tuple(i for i, o in enumerate(operands) if o in views)
         if mine and len(operands) == 1 and is_tensor(node) and is_view(node):
             views.add(node)

@@ -33,13 +33,13 @@ def randomly(seed: int) -> Decide:
     """A `decide` that draws every value at random, as long as every pair of states can be joined."""
     random = np.random.default_rng(seed)
 
-    def decide(problem: Problem, choices: list[list[Any]]) -> list[int]:
-        near: list[list[tuple[int, np.ndarray]]] = [[] for _ in choices]
+    def decide(problem: Problem) -> list[int]:
+        near: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.unary]
         for (i, j), table in problem.pairs.items():
             near[i].append((j, table))
             near[j].append((i, table.T))
-        values = [-1] * len(choices)
-        for i in random.permutation(len(choices)):
+        values = [-1] * len(near)
+        for i in random.permutation(len(near)):
             costs = problem.unary[i].copy()
             for j, table in near[i]:
                 costs = costs + (table[:, values[j]] if values[j] >= 0 else table.min(axis=1))

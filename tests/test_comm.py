@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import itertools
 
+import networkx as nx
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.partitioner import collective
 from meshwright.partitioner.collective import LOCAL_KINDS, Step, path, path_seconds, seconds, wire_bytes
 from meshwright.partitioner.layout import Factor, Layout, assemble, local_shape, take_local
 from meshwright.partitioner.mesh import Mesh
@@ -21,6 +22,7 @@ from meshwright.partitioner.transfer import (
     transfer_of,
     zero_unless_first,
 )
+from meshwright.partitioner.transitions import transitions
 from meshwright.runtime.comm import Pause, Start, Wait
 from meshwright.runtime.faults import DeadlockError, MeshwrightError, MismatchError, RankError
 from meshwright.runtime.inprocess import InProcessComm
@@ -163,14 +165,21 @@ def test_prices_obey_the_triangle_inequality(case):
 
 @RUNS
 @given(cases(), st.sampled_from(["cpu", "h100"]))
-def test_the_guided_search_finds_what_the_blind_one_finds(case, device):
+def test_the_table_of_transitions_holds_the_shortest_paths(case, device):
     mesh, (a, b) = case
     mesh = Mesh(device=device, **mesh.sizes)
-    guided = path_seconds(a, b, mesh, 4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective._Search, "estimate", lambda self, state: 0.0)
-        blind = sum(seconds(s, mesh, 4) for s in path.__wrapped__(a, b, mesh, 4))
-    assert guided == pytest.approx(blind, abs=1e-7)
+    lengths = tuple(f.size for d in a.dims for f in d)
+    table = transitions(mesh.axes, ("max", "sum"), lengths[:3], 4.0, mesh)
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(table.shape.states)))
+    for (_, leaves), enters, w in zip(table.shape.edges, table.shape.enters, table.weights, strict=True):
+        w = min(w, graph.get_edge_data(leaves, enters, {"weight": np.inf})["weight"])
+        graph.add_edge(leaves, int(enters), weight=w)
+    start = len(table.shape.states) // 2
+    want = nx.single_source_dijkstra_path_length(graph, start)
+    row = table.rows([start])[0]
+    assert all(row[i] == pytest.approx(want.get(i, np.inf), abs=1e-12) for i in range(len(row)))
+    assert path_seconds(a, b, mesh, 4) <= sum(seconds(s, mesh, 4) for s in path.__wrapped__(a, b, mesh, 4)) + 1e-12
 
 
 @RUNS

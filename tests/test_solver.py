@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from meshwright.partitioner import solve as solver
-from meshwright.partitioner.solve import Problem, objective, solve
+from meshwright.partitioner.solve import Problem, Store, objective, solve
 
 
 def random_problem(seed: int, variables: int = 6, choices: int = 4, density: float = 0.6) -> Problem:
@@ -55,10 +55,38 @@ def test_beyond_the_limit_it_is_a_legal_upper_bound(monkeypatch: pytest.MonkeyPa
         assert found.cost == objective(problem, found.values)
         assert found.cost >= best
         assert found.cost == best or not found.exact, f"seed {seed} says exact: {found.cost}, the least is {best}"
+        assert found.bound <= best, f"seed {seed} says that no choice costs less than {found.bound}: one costs {best}"
         inexact += not found.exact
         met += found.cost == best
     assert inexact > 10
     assert met > 0
+
+
+def test_hubs_set_aside_leave_a_legal_answer_and_a_bound():
+    """Some variables are fixed and bettered instead of eliminated: never below the least, and the bound never above."""
+    met = 0
+    for seed in range(150):
+        problem = random_problem(seed, density=0.7)
+        found, best = solve(problem, hubs=[seed % 6, (seed + 2) % 6]), brute_force(problem)
+        assert found.cost == objective(problem, found.values)
+        assert found.bound <= best <= found.cost, f"seed {seed}"
+        met += found.cost == best
+    assert met > 100
+
+
+def test_equal_layers_are_solved_once():
+    """A chain of the same two tables: the eliminations done grow with the logarithm of its length."""
+    done = []
+    for length in (32, 1024):
+        problem, store = Problem(), Store()
+        own, between = np.array([0.0, 1.0, 0.5]), np.array([[0.0, 2.0, 1.0], [2.0, 0.0, 3.0], [1.0, 3.0, 0.0]])
+        for _ in range(length):
+            problem.variable(own)
+        for i in range(length - 1):
+            problem.pair(i, i + 1, between)
+        assert solve(problem, store).exact
+        done.append(sum(isinstance(k[0], tuple) for k in store.done))
+    assert done[1] <= done[0] + 40
 
 
 def test_unreachable_pairs_are_avoided():

@@ -1,0 +1,454 @@
+"""What a group may do on all mesh axes together, and what that costs.
+
+On one axis a group has *values*: an atom that some leading call may split, None (whole), or an int k (run on partial
+sums). A value says what every call of the group does: a leading call splits its own leaf of that atom; any other does
+as its operands in the group are (a split dim stays split, a partial sum stays one if the call is linear in it), or, if
+it is looked at, as its reader needs. A joint value is one value for each axis, all combinations that leave no rank
+empty.
+
+    seconds(group | x) = sum_calls roofline(call | x) + sum_inner tensors reshard(state given, state needed)
+
+Groups of one signature (equal calls, wired alike, on atoms of equal size and part) share one `Joint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.fx as fx
+
+from .compute_cost import compute_seconds
+from .factors import Factored
+from .given import Pins, pinned_choices
+from .graph import Graph, is_getitem
+from .groups import Group
+from .rules.split import Leaf, Shape
+from .states import Prices, States, states_of
+from .strategies import (
+    HEAVY,
+    Choice,
+    Choices,
+    Marked,
+    Seen,
+    input_state,
+    is_view,
+    never_empty,
+    output_state,
+    weights_read,
+)
+
+Value = Any
+"""Of a group on one axis: ("atom", number in the group, which of a call's leaves of it), an int k (partial sums), or None.
+"""
+
+
+class Wire(NamedTuple):
+    """An operand that a call of the same group makes: which call, and which output of it."""
+
+    call: int
+    output: int
+
+
+@dataclass(eq=False)
+class Member:
+    """A call of a group."""
+
+    node: fx.Node
+    shape: Shape
+    atom: dict[Leaf, int]
+    operands: list[fx.Node]
+    wires: tuple[Wire | None, ...]
+    lead: bool
+    looked: bool
+
+
+@dataclass(eq=False)
+class Joint:
+    """The joint values of a group.
+
+    Attributes:
+        values: per axis its values.
+        choices: per axis and value, the choice of each call.
+        joint: (joint values, axes): the index of the value on each axis.
+        seconds: of each joint value, the group's own.
+    """
+
+    members: list[Member]
+    values: list[list[Value]]
+    choices: list[list[list[Choice]]]
+    joint: np.ndarray
+    seconds: np.ndarray
+    given: dict[tuple[int, int], States] = field(default_factory=dict)
+    needed: dict[tuple[int, int], States] = field(default_factory=dict)
+    known: dict[Any, States] = field(default_factory=dict)
+
+    def gives(self, call: int, output: int) -> States:
+        """The state in which a call gives an output, per joint value."""
+        found = self.given.get((call, output))
+        if found is None:
+            shape = self.members[call].shape
+            per_axis = [tuple([output_state(shape, output, c[call]) for c in axis]) for axis in self.choices]
+            found = self.given[call, output] = self._states(per_axis, shape.outputs[output])
+        return found
+
+    def needs(self, call: int, operand: int) -> States:
+        """The state in which a call needs an operand, per joint value; equal needs are one object."""
+        found = self.needed.get((call, operand))
+        if found is None:
+            shape = self.members[call].shape
+            per_axis = [tuple([input_state(shape, operand, c[call]) for c in axis]) for axis in self.choices]
+            found = self.needed[call, operand] = self._states(per_axis, shape.inputs[operand])
+        return found
+
+    def _states(self, per_axis: list, dims: Any) -> States:
+        factors = tuple([len(d) for d in dims])
+        key = (tuple(per_axis), factors)
+        if key not in self.known:
+            self.known[key] = states_of(per_axis, self.joint, factors)
+        return self.known[key]
+
+    def choice(self, call: int, value: int, names: tuple[str, ...]) -> dict[str, Choice]:
+        """What a call does under a joint value, by axis."""
+        return {a: self.choices[i][self.joint[value, i]][call] for i, a in enumerate(names)}
+
+
+class Builder:
+    """Makes the `Joint` of groups, one per signature.
+
+    `decided`: calls whose choices are given, {name: {axis: choice}}.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        factored: Factored,
+        prices: Prices,
+        marked: Marked,
+        decided: Mapping[str, Mapping[str, Choice]],
+        pins: Pins,
+        grouped: bool = True,
+    ):
+        self.factored, self.prices, self.marked, self.decided, self.pins = factored, prices, marked, decided, pins
+        mesh, weights = prices.mesh, weights_read(graph, factored)
+        self.weights = weights
+        self.kinds = [(mesh.role(a), n) for a, n in prices.axes]
+        self.legal = {
+            k: Choices(factored, mesh, a, marked, weights) for k, (a, _) in zip(self.kinds, prices.axes, strict=True)
+        }
+        self.seen = atoms_seen(factored)
+        self.closed = closed_atoms(factored) if grouped else frozenset()
+        self._made: dict[Any, Joint] = {}
+
+    def of(self, group: Group) -> tuple[Joint, list[Member]]:
+        """The group's joint values (shared with its like), and its calls."""
+        members, key = self._members(group)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(members)
+        return made, members
+
+    def _members(self, group: Group) -> tuple[list[Member], Any]:
+        number = {n: i for i, n in enumerate(group.calls)}
+        atoms: dict[int, int] = {}
+        parts: dict[int, int] = {}
+        members, key = [], []
+        for node, lead, looked in zip(group.calls, group.lead, group.looked, strict=True):
+            shape, own = self.factored.shapes[node], self.factored.atoms[node]
+            wires = []
+            for operand in self.factored.operands[node]:
+                producer, output = (operand.args[0], operand.args[1]) if is_getitem(operand) else (operand, 0)
+                wires.append(Wire(number[producer], output) if producer in number else None)  # type: ignore[index,arg-type]
+            atom = {leaf: atoms.setdefault(self.seen.get(a, a), len(atoms)) for leaf, a in own.items()}
+            parts |= {a: self._part(a) for a in own.values()}
+            members.append(Member(node, shape, atom, self.factored.operands[node], tuple(wires), lead, looked))
+            decided = self.decided.get(node.name)
+            said = tuple(sorted(decided.items(), key=str)) if decided is not None else None
+            fixed = (said, self.pins.get(node))
+            key.append((id(shape), tuple(atom.values()), tuple(wires), lead, looked, self.weights.get(node), fixed))
+        return members, (tuple(key), tuple(parts.values()))
+
+    def _part(self, atom: int) -> int:
+        m = self.marked
+        part = (atom in m.batch) + 2 * (atom in m.sequence) + 4 * (atom in m.experts)
+        return part + 8 * (atom in self.closed)
+
+    def _make(self, members: list[Member]) -> Joint:
+        by_kind: dict[tuple, tuple] = {}
+        values, choices, spare = [], [], []
+        for (axis, _), kind in zip(self.prices.axes, self.kinds, strict=True):
+            some = self._decided(members, axis)
+            if some is None and members[0].node in self.pins:
+                some = self._axis(members, self.legal[kind], axis)
+            if some is None:
+                if kind not in by_kind:
+                    by_kind[kind] = self._axis(members, self.legal[kind])
+                some = by_kind[kind]
+            values.append(some[0])
+            choices.append(some[1])
+            spare.append(some[2])
+        joint = self._combined(members, values, spare)
+        made = Joint(members, values, choices, joint, np.zeros(len(joint)))
+        made.seconds = Cost(made, self.prices).seconds()
+        return made
+
+    def _decided(self, members: list[Member], axis: str) -> tuple | None:
+        if any(m.node.name not in self.decided for m in members):
+            return None
+        given = [self.decided[m.node.name].get(axis) for m in members]
+        return [("given", -1, 0)], [given], [False]
+
+    def _axis(self, members: list[Member], legal: Choices, pinned_on: str = "") -> tuple[list, list, list[bool]]:
+        """The values on an axis, what each call does under each, and which only stand in where no other can be."""
+        own = [legal.of(m.node) if m.lead else [] for m in members]
+        if pinned_on:
+            own = [pinned_choices(members[0].node, own[0], members[0].shape, pinned_on, self.factored, self.pins)]
+        sums = all(m.shape.rule.linear for m in members) and not any(m.shape.rule.flops >= HEAVY for m in members)
+        found: dict[Value, None] = {}
+        for m, options in zip(members, own, strict=True):
+            for c in options:
+                if isinstance(c, int):
+                    found.setdefault(c) if sums or len(members) == 1 else None
+                elif c is None:
+                    found.setdefault(None)
+                elif not self._closed(m, c, legal, pinned_on):
+                    found.setdefault(("atom", m.atom[c], _alike(m, c, options).index(c)))
+        must = any(None not in options for options in own if options)
+        values = sorted(found, key=lambda v: (v is not None and not isinstance(v, int), not isinstance(v, int)))
+        values = [v for v in values if not (must and v is None)]
+        if must:
+            values.append(None)
+        respond = _Response(members, own, legal)
+        return values, [respond.to(v) for v in values], [must and v is None for v in values]
+
+    def _closed(self, m: Member, leaf: Leaf, legal: Choices, pinned_on: str) -> bool:
+        """Whether a free axis leaves this leaf alone: a contraction elsewhere must have it whole (a head dim)."""
+        return legal.role == "free" and not pinned_on and self.factored.atoms[m.node][leaf] in self.closed
+
+    def _combined(self, members: list[Member], values: list[list[Value]], spare: list[list[bool]]) -> np.ndarray:
+        """All combinations under which no rank is empty, with as few stand-ins as can be."""
+        counts = [len(v) for v in values]
+        if not counts:
+            return np.zeros((1, 0), dtype=np.intp)
+        every = np.stack([i.reshape(-1) for i in np.meshgrid(*(np.arange(n) for n in counts), indexing="ij")], axis=1)
+        legal = np.ones(len(every), dtype=bool)
+        sizes = {(m.atom[leaf], m.shape.leaves[leaf[0]][leaf[1]]) for m in members for leaf in m.atom}
+        ranks = [n for _, n in self.prices.axes]
+        for atom, size in sorted(sizes):
+            taken = np.zeros(len(every), dtype=np.intp)
+            for axis, own in enumerate(values):
+                is_it = np.array([isinstance(v, tuple) and v[1] == atom for v in own])
+                taken |= is_it[every[:, axis]].astype(np.intp) << axis
+            for mask in set(taken[taken & (taken - 1) > 0].tolist()):
+                if not never_empty(size, tuple(n for i, n in enumerate(ranks) if mask >> i & 1)):
+                    legal &= taken != mask
+        used = sum(np.array(s)[every[:, i]].astype(np.intp) for i, s in enumerate(spare))
+        kept = every[legal]
+        least = used[legal] if isinstance(used, np.ndarray) else np.zeros(len(kept))
+        return kept[least == least.min()]
+
+
+class _Response:
+    """What every call of a group does under a value."""
+
+    def __init__(self, members: list[Member], own: list[list[Choice]], legal: Choices):
+        self.members, self.own, self.legal = members, own, legal
+        self.allowed = [frozenset(leaf for leaf in m.atom if legal.may_split(m.shape, leaf)) for m in members]
+        self.readers: list[list[tuple[int, int, int]]] = [[] for _ in members]
+        for i, m in enumerate(members):
+            for k, wire in enumerate(m.wires):
+                if wire is not None:
+                    self.readers[wire.call].append((i, k, wire.output))
+
+    def to(self, value: Value) -> list[Choice]:
+        done: list[Choice] = [None] * len(self.members)
+        if value is None:
+            return done
+        for i, m in enumerate(self.members):
+            if not m.looked:
+                done[i] = self._own(i, value) if m.lead else None
+                if done[i] is None:
+                    done[i] = self._as_operands(i, done)
+        for i in reversed(range(len(self.members))):
+            if self.members[i].looked:
+                done[i] = self._as_read(i, done)
+        for i, m in enumerate(self.members):  # a call that reads what is looked at, and follows it
+            if not m.looked and done[i] is None and any(w and self.members[w.call].looked for w in m.wires):
+                done[i] = self._as_operands(i, done)
+        return done
+
+    def _own(self, i: int, value: Value) -> Choice:
+        options = self.own[i]
+        if isinstance(value, int):
+            source = not any(self.members[i].wires)
+            return value if source and value in options else None
+        leaves = [c for c in options if isinstance(c, tuple) and self.members[i].atom[c] == value[1]]
+        return leaves[min(value[2], len(leaves) - 1)] if leaves else None
+
+    def _as_operands(self, i: int, done: list[Choice]) -> Choice:
+        m = self.members[i]
+        if self.legal.factored.calls[m.node].depends_on_data:
+            return None
+        sums, others = set(), False
+        for k, wire in enumerate(m.wires):
+            if wire is None:
+                continue
+            state = output_state(self.members[wire.call].shape, wire.output, done[wire.call])
+            if isinstance(state, tuple):
+                leaf = _leaf_at(m.shape.inputs[k], state)
+                if leaf in self.allowed[i]:
+                    return leaf
+                others = True
+            elif state == "sum":
+                sums.add(k)
+        if sums and not others:
+            for alternative, operands in enumerate(m.shape.rule.linear):
+                if operands == sums:
+                    return alternative
+        return None
+
+    def _as_read(self, i: int, done: list[Choice]) -> Choice:
+        m = self.members[i]
+        for reader, k, output in self.readers[i]:
+            state = input_state(self.members[reader].shape, k, done[reader])
+            dims = m.shape.outputs[output]
+            if isinstance(state, tuple) and not isinstance(state, Seen) and dims is not None:
+                leaf = _leaf_at(dims, state)
+                if leaf in self.allowed[i]:
+                    return leaf
+            if state == "sum" and m.shape.rule.linear:
+                return 0
+        return None
+
+
+def _alike(m: Member, leaf: Leaf, options: list[Choice]) -> list[Choice]:
+    """The options that split the same atom: a convolution's rows in and rows out may be one."""
+    return [c for c in options if isinstance(c, tuple) and m.atom[c] == m.atom[leaf]]
+
+
+def _leaf_at(dims: Any, spot: Any) -> Leaf | None:
+    return dims[spot[0]][spot[1]][0]
+
+
+class Cost:
+    """The seconds of a group's calls and of the reshards inside it, for all joint values at once."""
+
+    def __init__(self, made: Joint, prices: Prices):
+        self.made, self.prices, self.mesh = made, prices, prices.mesh
+        self.count = len(made.joint)
+
+    def seconds(self) -> np.ndarray:
+        total = np.zeros(self.count)
+        if self.count == 1:
+            return total
+        for i, m in enumerate(self.made.members):
+            if not is_view(m.node):
+                total += self.call(i)
+        return total + self._inside()
+
+    def call(self, i: int) -> np.ndarray:
+        """Seconds of a call on the busiest rank."""
+        m = self.made.members[i]
+        local, share = self._local_lengths(i)
+        moved = np.zeros(self.count)
+        outs = m.node.meta["val"] if isinstance(m.node.meta["val"], (tuple, list)) else (m.node.meta["val"],)
+        tensors = [(o.meta["val"], d) for o, d in zip(m.operands, m.shape.inputs, strict=True)]
+        tensors += [(t, d) for t, d in zip(outs, m.shape.outputs, strict=False) if isinstance(t, torch.Tensor)]
+        for t, dims in tensors:
+            if dims is not None:
+                moved += self._elements(dims, local) * float(t.element_size())
+        rule = m.shape.rule
+        product = None
+        if rule.flops >= HEAVY and {"m", "n", "k"} <= m.shape.leaves.keys():
+            product = tuple(self._factor(m.shape, f, local) for f in "mnk")
+        dtype = tensors[0][0].dtype if tensors else torch.float32
+        return compute_seconds(rule.flops * share, moved, dtype, self.mesh.device, product)
+
+    def _local_lengths(self, i: int) -> tuple[dict[Leaf, np.ndarray], np.ndarray]:
+        """Of each leaf that some value splits its longest piece, and the share of the iteration space that is."""
+        m, made = self.made.members[i], self.made
+        local: dict[Leaf, np.ndarray] = {}
+        for axis, (_, ranks) in enumerate(self.prices.axes):
+            picks = [c[i] for c in made.choices[axis]]
+            column = made.joint[:, axis]
+            for leaf in {p for p in picks if isinstance(p, tuple)}:
+                size = local.get(leaf, np.full(self.count, float(m.shape.leaves[leaf[0]][leaf[1]])))
+                taken = np.array([p == leaf for p in picks])[column]
+                local[leaf] = np.where(taken, np.ceil(size / ranks), size)
+        share = np.ones(self.count)
+        for leaf, size in local.items():
+            share = share * (size / max(1, m.shape.leaves[leaf[0]][leaf[1]]))
+        return local, share
+
+    def _elements(self, dims: Any, local: dict[Leaf, np.ndarray]) -> Any:
+        fixed, out = 1.0, None
+        for leaf, n in (part for dim in dims for part in dim):
+            if leaf in local:
+                out = local[leaf] if out is None else out * local[leaf]
+            else:
+                fixed *= max(n, 1)
+        return fixed if out is None else out * fixed
+
+    def _factor(self, shape: Shape, factor: str, local: dict[Leaf, np.ndarray]) -> Any:
+        out: Any = 1.0
+        for i, n in enumerate(shape.leaves[factor]):
+            out = out * local.get((factor, i), float(n))
+        return out if isinstance(out, np.ndarray) else np.full(self.count, out)
+
+    def _inside(self) -> np.ndarray:
+        """Reshards between calls of the group; readers that need the same share one."""
+        total = np.zeros(self.count)
+        paid: set[tuple[Wire, int]] = set()
+        for i, m in enumerate(self.made.members):
+            for k, wire in enumerate(m.wires):
+                if wire is None:
+                    continue
+                have, want = self.made.gives(*wire), self.made.needs(i, k)
+                if (wire, id(want)) in paid or have is want:
+                    continue
+                paid.add((wire, id(want)))
+                operand = m.operands[k]
+                table = self.prices.between(lengths_of(m.shape.inputs[k]), itemsize(operand), have, want)
+                total += table[have.place, want.place]
+        return total
+
+
+def atoms_seen(factored: Factored) -> dict[int, int]:
+    """Atoms that see each other through windows (the rows into and out of a convolution) are one for a group's values:
+    where one call splits the rows in, another splits the rows out. Each such atom, and the one that stands for them."""
+    stands: dict[int, int] = {}
+
+    def root(a: int) -> int:
+        while stands.get(a, a) != a:
+            a = stands[a]
+        return a
+
+    for node, shape in factored.shapes.items():
+        for (k, dim), (factor, _) in shape.rule.windows.items():
+            atoms = [*factored.dims[factored.operands[node][k]][dim]]
+            atoms += [a for leaf, a in factored.atoms[node].items() if leaf[0] == factor]
+            if atoms:
+                low = min(map(root, atoms))
+                stands |= {root(a): low for a in atoms} | {low: low}
+    return {a: root(a) for a in stands}
+
+
+def closed_atoms(factored: Factored) -> frozenset[int]:
+    """The atoms that some contraction needs whole."""
+    found: set[int] = set()
+    for node, shape in factored.shapes.items():
+        if shape.rule.flops >= HEAVY and shape.rule.whole:
+            found |= {a for leaf, a in factored.atoms[node].items() if leaf[0] in shape.rule.whole}
+    return frozenset(found)
+
+
+def lengths_of(dims: Any) -> tuple[int, ...]:
+    """The sizes of a tensor's factors."""
+    return tuple(max(1, n) for dim in dims for _, n in dim)
+
+
+def itemsize(value: fx.Node) -> int:
+    return value.meta["val"].element_size()

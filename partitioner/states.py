@@ -1,0 +1,162 @@
+"""The states of one tensor under every value of a group, and prices between two such lists.
+
+A state says of each mesh axis whether it splits a factor of the tensor, leaves a partial sum, or does nothing. A group
+of a hundred values gives a tensor a dozen different states; prices are looked up between those and spread over the
+values:
+
+    price[x, y] = D[state given by x, state needed by y]          (D: `transitions.Transitions`)
+
+A need to see a dim through a window (a halo) is the need of the split, and the halo's own seconds beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from . import transitions
+from .collective_cost import collective_seconds
+from .layout import Layout
+from .mesh import Mesh
+from .strategies import Seen, State
+from .transitions import Transitions, open_factors
+from .window import exchange, most_sent
+
+WHOLE = 0
+OPS = {"sum": -1, "max": -2, "min": -3}
+"""Codes of a state on one axis: WHOLE, an op, or 1 + the factor split (its place among the tensor's factors)."""
+
+UNREACHABLE = 1e9
+"""Seconds of what no path joins."""
+
+FEW_AXES = 3
+"""On meshes of more axes, factors that neither end splits take no part in a reshard."""
+
+
+@dataclass(eq=False)
+class States:
+    """Per value of a variable the state of one tensor.
+
+    Attributes:
+        unique: the distinct states, per axis of the mesh a code.
+        place: per value the index of its state in `unique`.
+        seen: per (index in `unique`, axis) what is seen through a window there.
+        marks: for parameters, per unique state the ordered axes of each factor; None: axes stand in mesh order.
+    """
+
+    unique: list[tuple[int, ...]]
+    place: np.ndarray
+    seen: dict[tuple[int, int], Seen] = field(default_factory=dict)
+    marks: list[tuple[tuple[str, ...], ...]] | None = None
+
+    def used(self) -> set[int]:
+        return {c - 1 for state in self.unique for c in state if c > 0}
+
+    def ops(self) -> set[str]:
+        return {op for op, code in OPS.items() if any(code in state for state in self.unique)}
+
+
+def code_of(state: State | Seen, offsets: Sequence[int]) -> int:
+    """The code of a state on one axis; `offsets`: per dim how many factors stand before it."""
+    if isinstance(state, Seen):
+        state = state.spot
+    if state is None:
+        return WHOLE
+    if isinstance(state, str):
+        return OPS[state]
+    return 1 + offsets[state[0]] + state[1]
+
+
+def states_of(per_axis: Sequence[Sequence[State | Seen]], joint: np.ndarray, factors: Sequence[int]) -> States:
+    """From the state of each value on each axis, and the joint values (values, axes), the joint states.
+
+    `factors`: per dim of the tensor its number of factors.
+    """
+    offsets = [sum(factors[:i]) for i in range(len(factors))]
+    codes = [np.array([code_of(s, offsets) for s in states]) for states in per_axis]
+    columns = [c[joint[:, i]] for i, c in enumerate(codes)]
+    key = np.zeros(len(joint), dtype=np.int64)
+    for column in columns:
+        key = key * 64 + (column + 3)
+    _, first, place = np.unique(key, return_index=True, return_inverse=True)
+    made = States([tuple(int(c[i]) for c in columns) for i in first], place.reshape(-1))
+    for n, i in enumerate(first):
+        for axis, states in enumerate(per_axis):
+            state = states[joint[i, axis]]
+            if isinstance(state, Seen):
+                made.seen[n, axis] = state
+    return made
+
+
+def layout_states(layouts: Sequence[Layout], names: tuple[str, ...]) -> States:
+    """The states of given layouts, the order of axes on a factor kept."""
+    unique, marks = [], []
+    for layout in layouts:
+        flat = [f.axes for d in layout.dims for f in d]
+        code = {a: 1 + i for i, axes in enumerate(flat) for a in axes}
+        code |= {a: OPS[op] for a, op in layout.partial}
+        unique.append(tuple(code.get(a, WHOLE) for a in names))
+        marks.append(tuple(flat))
+    return States(unique, np.arange(len(unique)), marks=marks)
+
+
+class Prices:
+    """Seconds between states of tensors on one mesh."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.axes = tuple((a, n) for a, n in mesh.axes if n > 1 and mesh.role(a) != "pipeline")
+        self.names = tuple(a for a, _ in self.axes)
+        self._known: dict[tuple, np.ndarray] = {}
+
+    def between(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
+        """(unique states of `have`, unique states of `want`): seconds. `lengths`: the tensor's factors."""
+        key = (lengths, itemsize, id(have), id(want))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._priced(lengths, itemsize, have, want)
+        return found
+
+    def _priced(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
+        used = have.used() | want.used()
+        chosen = open_factors(used, lengths) if len(self.axes) <= FEW_AXES else tuple(sorted(used))
+        rest = math.prod(n for i, n in enumerate(lengths) if i not in chosen)
+        ops = tuple(sorted({"sum"} | have.ops() | want.ops()))
+        spanned = tuple(lengths[i] for i in chosen)
+        table = transitions.transitions(self.axes, ops, spanned, float(rest * itemsize), self.mesh)
+        place = {1 + f: i for i, f in enumerate(chosen)} | {WHOLE: transitions.WHOLE}
+        place |= {OPS[op]: transitions.PARTIAL - i for i, op in enumerate(ops)}
+        rows, columns = self._numbers(table, have, chosen, place), self._numbers(table, want, chosen, place)
+        price = np.minimum(table.rows(rows)[:, columns], UNREACHABLE)
+        if want.seen:
+            price = price + self._halos(math.prod(lengths) * itemsize, have, want)
+        return price
+
+    def _numbers(self, table: Transitions, states: States, chosen: tuple[int, ...], place: dict[int, int]) -> list[int]:
+        """The number in a table of each unique state."""
+        if states.marks is None:
+            return [table.shape.by_place[tuple([place[c] for c in state])] for state in states.unique]
+        named = {code: op for op, code in OPS.items()}
+        found = []
+        for state, marks in zip(states.unique, states.marks, strict=True):
+            partial = tuple(sorted((a, named[c]) for a, c in zip(self.names, state, strict=True) if c < 0))
+            found.append(table.shape.index[tuple([marks[f] for f in chosen]), partial])
+        return found
+
+    def _halos(self, nbytes: float, have: States, want: States) -> np.ndarray:
+        out = np.zeros((len(have.unique), len(want.unique)))
+        for (j, axis), seen in want.seen.items():
+            other = math.prod(n for i, (_, n) in enumerate(self.axes) if i != axis and want.unique[j][i] > 0)
+            cost = self._halo(seen, nbytes / other, axis)
+            out[:, j] += [cost if state[axis] != WHOLE else 0.0 for state in have.unique]
+        return out
+
+    def _halo(self, seen: Seen, nbytes: float, axis: int) -> float:
+        """Seconds of the rows that neighbours send, each rank of the axis holding its own piece."""
+        rows = most_sent(exchange(seen.own, seen.size, seen.through, (self.axes[axis][1],)))
+        sent = nbytes * rows / max(1, seen.size)
+        return float(collective_seconds("halo", self.mesh.levels((self.names[axis],)), sent)) if rows else 0.0
+

@@ -1,0 +1,187 @@
+"""The planner's problem as tables: a variable per group and per parameter, seconds on each and between two.
+
+    minimise  sum_g seconds_g(x_g) + sum_p seconds_p(x_p) + sum_(g,h) T_gh(x_g, x_h)
+
+    T_gh = sum over distinct (tensor, state needed) of reshard(state given by g, state needed by h)
+
+A parameter's variable is how it rests; its tables hold the gathers to what its readers need and the reduction of its
+gradient. Where forward and backward need the same state of a tensor, the copy is kept, or made again if memory is dear:
+
+    T = T_forward + min(T_backward, price * bytes kept)        price: seconds a byte of memory (`budget.py`)
+
+Tables of equal parts are one object, by which `solve` knows equal layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.fx as fx
+
+from .factors import Factored
+from .graph import Graph, is_getitem, is_tensor
+from .groups import Group
+from .joint import Builder, Joint, Member, itemsize, lengths_of
+from .layout import Layout
+from .resting import Resting
+from .solve import Problem
+from .states import Prices, States
+
+
+@dataclass(eq=False)
+class Variable:
+    """A group (`members`, `joint`) or a parameter (`name`, `resting`)."""
+
+    joint: Joint | None = None
+    members: list[Member] = field(default_factory=list)
+    name: str = ""
+    resting: Resting | None = None
+
+
+@dataclass(eq=False)
+class Copy:
+    """A tensor needed in one state in both phases: the seconds of making it again, and the bytes of keeping it."""
+
+    value: str
+    giver: int
+    reader: int
+    seconds: np.ndarray
+    nbytes: np.ndarray
+
+
+@dataclass
+class _Reads:
+    """The states that one group needs of one tensor, by phase."""
+
+    forward: dict[int, States] = field(default_factory=dict)
+    backward: dict[int, States] = field(default_factory=dict)
+
+
+class Tables:
+    """Builds the `Problem`. `again`: parameters are gathered again for backward whatever memory costs (ZeRO-3)."""
+
+    def __init__(self, graph: Graph, factored: Factored, prices: Prices, again: bool):
+        self.graph, self.factored, self.prices, self.again = graph, factored, prices, again
+        self.problem = Problem()
+        self.variables: list[Variable] = []
+        self.copies: list[Copy] = []
+        self._group_of: dict[fx.Node, tuple[int, int]] = {}
+        self._param: dict[fx.Node, int] = {}
+        self._tables: dict[Any, np.ndarray] = {}
+        self._alive: list[Any] = []
+
+    def add_group(self, group: Group, builder: Builder) -> None:
+        joint, members = builder.of(group)
+        i = self.problem.variable(joint.seconds)
+        self.variables.append(Variable(joint, members))
+        for k, m in enumerate(members):
+            self._group_of[m.node] = (i, k)
+
+    def add_parameter(self, node: fx.Node, name: str, resting: Resting) -> None:
+        self._param[node] = self.problem.variable(resting.seconds)
+        self.variables.append(Variable(name=name, resting=resting))
+
+    def connect(self) -> None:
+        """All pair tables."""
+        for h, variable in enumerate(self.variables):
+            if variable.joint is not None:
+                self._reads(h, variable)
+        self._outputs()
+
+    def hubs(self) -> list[int]:
+        """Groups that depend on no parameter and are read by groups that do: masks, positions, which every layer reads."""
+        moved: set[int] = {i for i in self._param.values()}
+        for i, variable in enumerate(self.variables):
+            for m in variable.members:
+                if any((g := self._giver(o)) and g[0] in moved for o in m.operands):
+                    moved.add(i)
+        ends = [p for p in self.problem.pairs if (p[0] in moved) != (p[1] in moved)]
+        return sorted({i for p in ends for i in p if i not in moved})
+
+    def _giver(self, value: fx.Node) -> tuple[int, Any, States] | None:
+        """The variable that decides a tensor's state, what the state is known by, and it; None: whole, and free."""
+        producer, output = (value.args[0], value.args[1]) if is_getitem(value) else (value, 0)
+        if producer in self._group_of:
+            i, call = self._group_of[producer]
+            joint = self.variables[i].joint
+            assert joint is not None
+            return i, (id(joint), call, output), joint.gives(call, output)  # type: ignore[arg-type]
+        if producer in self._param:
+            i = self._param[producer]  # type: ignore[index]
+            resting = self.variables[i].resting
+            assert resting is not None
+            return i, id(resting), resting.states
+        return None
+
+    def _reads(self, h: int, reader: Variable) -> None:
+        found: dict[fx.Node, _Reads] = {}
+        for call, m in enumerate(reader.members):
+            late = bool(m.node.meta.get("backward"))
+            for k, (operand, wire) in enumerate(zip(m.operands, m.wires, strict=True)):
+                if wire is None:
+                    assert reader.joint is not None
+                    need = reader.joint.needs(call, k)
+                    reads = found.setdefault(operand, _Reads())
+                    (reads.backward if late else reads.forward)[id(need)] = need
+        for value, reads in found.items():
+            given = self._giver(value)
+            if given is not None:
+                self._edge(value, given, h, reads)
+
+    def _edge(self, value: fx.Node, given: tuple[int, Any, States], h: int, reads: _Reads) -> None:
+        g, known, have = given
+        again = self.again and value in self._param
+        both = reads.forward.keys() & reads.backward.keys()
+        needs = {**reads.forward, **reads.backward}
+        key = (known, tuple(sorted(needs)), tuple(sorted(both)) if again else (), itemsize(value))
+        table = self._tables.get(key)
+        if table is None:
+            table = 0.0
+            for i, want in needs.items():
+                one = self._spread(value, have, want)
+                table = table + (2 * one if again and i in both else one)
+            self._tables[key] = table = np.asarray(table)
+            self._alive.append(needs)
+        self.problem.pair(g, h, table)
+
+    def _spread(self, value: fx.Node, have: States, want: States) -> np.ndarray:
+        dims = self.factored.dims[value]
+        lengths = tuple(max(1, self.factored.sizes.size(a)) for d in dims for a in d)
+        return self.prices.between(lengths, itemsize(value), have, want)[have.place][:, want.place]
+
+    def _outputs(self) -> None:
+        """Gradients go to where their parameter rests; what else leaves the program is whole."""
+        inputs = zip(self.graph.placeholders, self.graph.inputs, strict=True)
+        params = {r.name: n for n, r in inputs if r.kind == "param"}
+        seen: set[fx.Node] = set()
+        for value, role in zip(self.graph.output_values, self.graph.outputs, strict=True):
+            given = self._giver(value) if value is not None and is_tensor(value) else None
+            if given is None or value is None:
+                continue
+            g, known, have = given
+            if role.kind == "grad":
+                p = self._param[params[role.name]]
+                resting = self.variables[p].resting
+                assert resting is not None
+                self.problem.pair(g, p, self._known(("grad", known, id(resting)), value, have, resting.states))
+            elif value not in seen:
+                seen.add(value)
+                whole = States([(0,) * len(self.prices.axes)], np.zeros(1, dtype=np.intp))
+                self._alive.append(whole)
+                table = self._known(("out", known, tuple(map(len, self.factored.dims[value]))), value, have, whole)
+                self.problem.add(g, table[:, 0])
+
+    def _known(self, key: Any, value: fx.Node, have: States, want: States) -> np.ndarray:
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = self._spread(value, have, want)
+        return found
+
+
+def whole_layout(factored: Factored, node: fx.Node) -> Layout:
+    return factored.whole(node)
+
+
+__all__ = ["Copy", "Tables", "Variable", "lengths_of"]
