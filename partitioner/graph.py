@@ -2,8 +2,9 @@
 
 The graph is a plain `torch.fx.Graph` with a flat calling convention: every placeholder is one tensor (or the step
 number), the output is one tuple. Each node carries in its meta `val` (a fake tensor), `module` (the fully qualified
-name of the module that made it), `where` (the user's source line) and `backward` (whether it belongs to the backward
-pass).
+name of the module that made it), `where` (the user's source line), `backward` (whether it belongs to the backward
+pass) and `seq`: a number that a backward call shares with the forward call it is the backward of, which is the first in
+the graph that has it (calls after it that no gradient goes through have it too); or None.
 """
 
 from __future__ import annotations
