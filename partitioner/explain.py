@@ -1,57 +1,14 @@
-"""Plans as text: a summary of one screen, and the reasons for one call or parameter."""
+"""The reasons for one call, the calls of a module, or a parameter, as text."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
-from collections import Counter
-from collections.abc import Iterable
 
+from .doing import choice_text
 from .errors import PlanError
 from .plan import Decision, Plan
 from .strategies import Choice
-
-
-def choice_text(choice: Choice) -> str:
-    if choice is None:
-        return "whole"
-    return "partial" if isinstance(choice, int) else f"split {choice[0]}" + (f".{choice[1]}" if choice[1] else "")
-
-
-def summary(plan: Plan) -> str:
-    """Mesh, ZeRO stage, parameters with layers folded, what each kind of op does on each axis, notes."""
-    lines = [f"plan for mesh {plan.mesh} on {plan.mesh.device.name}: zero={plan.zero}, {len(plan.choices)} calls"]
-    lines.append("parameters at rest")
-    lines += [f"  {name:<48} {layout}" for name, layout in _folded(plan.resting)]
-    lines.append("calls")
-    lines += _by_op(plan)
-    if plan.notes:
-        lines.append("notes")
-        lines += [f"  {note}" for note in plan.notes]
-    return "\n".join(lines)
-
-
-def _folded(resting: Iterable) -> list[tuple[str, str]]:
-    """Parameters that differ only by layer numbers and rest alike are one line."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, layout in dict(resting).items():
-        groups.setdefault((re.sub(r"\b\d+\b", "*", name), str(layout)), []).append(name)
-    return [(pattern if len(names) > 1 else names[0], text) for (pattern, text), names in groups.items()]
-
-
-def _by_op(plan: Plan) -> list[str]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for name, by in plan.choices.items():
-        op = plan.modules.get(name, ("", name, ""))[1]
-        doing = ", ".join(f"{a}: {choice_text(c)}" for a, c in by.items()) or "whole"
-        counts[(op, doing)] += 1
-    rows = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
-    return [f"  {count:>5} x {op:<44} {doing}" for (op, doing), count in rows if _is_interesting(op)]
-
-
-def _is_interesting(op: str) -> bool:
-    return any(w in op for w in ("mm", "attention", "conv", "embedding", "nll", "norm", "softmax", "index", "scatter"))
 
 
 def explain(plan: Plan, name: str) -> str:

@@ -25,6 +25,12 @@ class Reasons:
         self._tables, self._values = tables, values
         self._where = {m.node.name: (i, k) for i, v in enumerate(tables.variables) for k, m in enumerate(v.members)}
         self._near: dict[int, list[tuple[int, np.ndarray]]] | None = None
+        self._earlier: Reasons | None = None
+
+    def after(self, earlier: Reasons | None) -> Reasons:
+        """These, for the calls that `earlier` does not know: calls that replaced others were decided later."""
+        self._earlier = earlier
+        return self
 
     def of(self, call: str) -> dict[str, Decision]:
         """Per axis the decision on a call, where it had a choice."""

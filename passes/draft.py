@@ -6,16 +6,16 @@ makes a layout. `laws.check` runs after each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.fx as fx
 
 from ..partitioner.factors import Factored, factor_graph
-from ..partitioner.graph import Graph, is_tensor, values_of
+from ..partitioner.graph import Graph, is_tensor
 from ..partitioner.layout import Layout
 from ..partitioner.mesh import Mesh
+from ..partitioner.placement import Placement, place
 from ..partitioner.plan import Plan
-from ..partitioner.planner import split_of
 from ..partitioner.rules.split import Split
 
 
@@ -24,8 +24,7 @@ class Draft:
     """A program in the making.
 
     Attributes:
-        splits: per call how it is split; calls that a pass adds (primitives) have none.
-        layouts: per tensor node the layout it has.
+        placement: per call how it is split (calls that a pass adds, primitives, are not), per tensor node its layout.
         established: the laws that hold by now, by name.
     """
 
@@ -33,38 +32,29 @@ class Draft:
     plan: Plan
     form: str
     factored: Factored
-    splits: dict[fx.Node, Split] = field(default_factory=dict)
-    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    placement: Placement
     established: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
         return self.plan.mesh
 
+    @property
+    def splits(self) -> dict[fx.Node, Split]:
+        return self.placement.splits
+
+    @property
+    def layouts(self) -> dict[fx.Node, Layout]:
+        return self.placement.layouts
+
 
 def start(graph: Graph, plan: Plan, form: str, local_inputs: bool) -> Draft:
     """The draft of a fresh graph: every call split as the plan says, every tensor with the layout that follows."""
     factored = graph.factored or factor_graph(graph)
-    draft = Draft(graph, plan, form, factored)
-    for node in graph.calls():
-        split = split_of(factored, plan.mesh, node, plan.choices.get(node.name, {}))
-        draft.splits[node] = split
-        for i, value in enumerate(values_of(node)):
-            if value is not None and is_tensor(value):
-                layout = split.output_layout(i)
-                draft.layouts[value] = layout if layout is not None else factored.whole(value)
-    for node in graph.fx.nodes:
-        if node.op == "get_attr":
-            draft.layouts[node] = factored.whole(node)
+    draft = Draft(graph, plan, form, factored, place(graph, factored, plan))
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
-        if not is_tensor(node):
-            continue
-        if role.kind == "param":
-            draft.layouts[node] = plan.resting[str(role.name)]
-        elif role.kind == "input" and local_inputs:
+        if role.kind == "input" and local_inputs and is_tensor(node):
             draft.layouts[node] = _batch_split(draft, node, graph.batch[int(role.name)])
-        else:
-            draft.layouts[node] = factored.whole(node)
     return draft
 
 

@@ -1,0 +1,94 @@
+"""What follows from a plan's decisions and its program, worked out once for reading: costs, traffic, names of dims.
+
+    compute         seconds of every call, of an AdamW step on what rests, and of copies between layouts
+    communication   seconds of every collective, one after another: nothing hidden behind computation, none merged
+
+A plan that was read from its text has none of this until it is planned again on its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .collective import largest_local
+from .compute_cost import compute_seconds
+from .cost import call_seconds
+from .dim_names import names_of_calls
+from .factors import Factored
+from .graph import Graph, tensor_operands
+from .placement import Placement, place
+from .plan import Plan
+from .resting import STEP_BYTES
+from .rules.split import Leaf
+from .traffic import Moved, Traffic, local_seconds, moves_of, totals
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Attributes:
+    seconds: per call its compute, on the busiest rank; a view's is 0.
+    dims: per call the names of the dims that it may split, where they have one.
+    moves: the reshards.
+    traffic: the collectives, counted by (axes, kind).
+    at_rest: per parameter the bytes that a rank holds of it between uses.
+    whole: per parameter its bytes on one device.
+    optimizer: per parameter the seconds of its optimizer step.
+    asked: what the user asked for: "zero", "memory", "pin".
+    """
+
+    seconds: Mapping[str, float]
+    dims: Mapping[str, Mapping[Leaf, str]]
+    moves: tuple[Moved, ...]
+    traffic: Traffic
+    at_rest: Mapping[str, float]
+    whole: Mapping[str, float]
+    optimizer: Mapping[str, float]
+    asked: Mapping[str, Any] = field(default_factory=dict)
+
+
+def with_facts(plan: Plan, graph: Graph, factored: Factored, **asked: Any) -> Plan:
+    """The plan with its facts, its seconds, and notes of what is gathered or repeated against the likely wish."""
+    from .wishes import wishes
+
+    placed = place(graph, factored, plan)
+    moves = moves_of(graph, placed, plan)
+    calls = _compute(graph, factored, placed, plan)
+    at_rest, whole, optimizer = _parameters(graph, factored, plan)
+    facts = Facts(
+        calls, names_of_calls(graph, factored), moves, totals(moves), at_rest, whole, optimizer, asked
+    )
+    compute = sum(calls.values()) + sum(optimizer.values()) + local_seconds(moves)
+    communication = sum(t.seconds for t in facts.traffic.values())
+    made = replace(plan, seconds=(compute, communication), facts=facts)
+    return replace(made, notes=(*plan.notes, *wishes(made, facts)))
+
+
+def _compute(graph: Graph, factored: Factored, placed: Placement, plan: Plan) -> dict[str, float]:
+    """Seconds of every call; calls of one kind that are split alike are worked out once."""
+    known: dict[tuple[int, int], float] = {}
+    found = {}
+    for node in graph.calls():
+        split = placed.splits[node]
+        key = (id(factored.calls[node]), id(split))
+        if key not in known:
+            operands = [o.meta["val"] for o in tensor_operands(node)]
+            known[key] = call_seconds(node, factored.shapes[node], split, operands, plan.mesh)
+        found[node.name] = known[key]
+    return found
+
+
+def _parameters(graph: Graph, factored: Factored, plan: Plan) -> tuple[dict, dict, dict]:
+    """Per parameter: bytes at rest, bytes whole, seconds of the optimizer step (none where there is no gradient)."""
+    trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
+    at_rest, whole, optimizer = {}, {}, {}
+    for node, role in zip(graph.placeholders, graph.inputs, strict=True):
+        if role.kind != "param":
+            continue
+        name, layout, itemsize = str(role.name), plan.resting[str(role.name)], node.meta["val"].element_size()
+        elements = largest_local(layout, plan.mesh)
+        at_rest[name], whole[name] = elements * itemsize, largest_local(layout.unsplit(), plan.mesh) * itemsize
+        if role.name in trained:
+            optimizer[name] = compute_seconds(0.0, float(STEP_BYTES * elements), "float32", plan.mesh.device)
+    return at_rest, whole, optimizer

@@ -1,0 +1,104 @@
+"""The reshards that a plan implies: which tensor, from which layout to which, for whom.
+
+A call that needs an operand in a layout that the tensor does not have makes a reshard. Readers of one tensor in one
+layout share it. What leaves the program makes one too: a gradient goes to where its parameter rests, everything else
+is whole.
+
+At ZeRO stage 3 a gathered parameter is not kept from forward to backward, and neither is a view of it: the two phases
+have a gather each, and backward makes the views it reads again.
+
+`passes/reshard.py` inserts these, `traffic.py` counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+from .graph import Graph, is_tensor, tensor_operands
+from .layout import Layout
+from .placement import Placement
+from .strategies import is_view
+
+
+@dataclass(eq=False)
+class Reshard:
+    """A tensor that changes its layout.
+
+    Attributes:
+        value: the tensor.
+        before, after: its layout, and the one it is needed in.
+        backward: whether that happens in backward.
+        reads: who needs it, first the first: a call, and which of its tensor operands it is.
+        leaves: indices of the program's outputs that it is.
+    """
+
+    value: fx.Node
+    before: Layout
+    after: Layout
+    backward: bool
+    reads: list[tuple[fx.Node, int]] = field(default_factory=list)
+    leaves: list[int] = field(default_factory=list)
+
+
+def reshards(graph: Graph, placed: Placement, resting: Mapping[str, Layout], zero: int) -> list[Reshard]:
+    """All of them, in the order of their first readers; those of outputs alone last."""
+    made: dict[Any, Reshard] = {}
+    twice, again = (set(), []) if zero != 3 else _by_phase(graph)
+    for node, k, operand, late in _reads(graph, again):
+        have, want = placed.layouts[operand], placed.needs[node][k]
+        if have is want or have == want:
+            continue
+        key = (operand, want, late and operand in twice)
+        if key not in made:
+            made[key] = Reshard(operand, have, want, late)
+        made[key].reads.append((node, k))
+    for i, value, want in _leaving(graph, placed, resting):
+        have, late = placed.layouts[value], bool(value.meta.get("backward"))
+        if have == want:
+            continue
+        one = made.setdefault((value, want, False), Reshard(value, have, want, late))
+        one.backward = one.backward and late  # shared with a backward reader, it still leaves before the pause
+        one.leaves.append(i)
+    return list(made.values())
+
+
+def _reads(graph: Graph, again: list[fx.Node]) -> Iterator[tuple[fx.Node, int, fx.Node, bool]]:
+    """(call, number of the operand, the operand, whether in backward); of views made again, once more in backward."""
+    for node in graph.calls():
+        late = bool(node.meta.get("backward"))
+        for k, operand in enumerate(tensor_operands(node)):
+            yield node, k, operand, late
+    for node in again:
+        yield node, 0, tensor_operands(node)[0], True
+
+
+def _leaving(graph: Graph, placed: Placement, resting: Mapping[str, Layout]) -> Iterator[tuple[int, fx.Node, Layout]]:
+    """(index, value, layout wanted) of the tensors that leave the program."""
+    for i, (value, role) in enumerate(zip(graph.output_values, graph.outputs, strict=True)):
+        if value is not None and is_tensor(value):
+            yield i, value, resting[str(role.name)] if role.kind == "grad" else placed.layouts[value].unsplit()
+
+
+def views_made_again(graph: Graph) -> list[fx.Node]:
+    """Views of parameters made in forward that backward reads, maybe through another such view; in program order."""
+    return _by_phase(graph)[1]
+
+
+def _by_phase(graph: Graph) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Parameters and their views made in forward; and of the views those that backward reads."""
+    params = {n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param"}
+    views: dict[fx.Node, None] = {}
+    for node in graph.calls():
+        if is_view(node) and not node.meta.get("backward"):
+            operands = tensor_operands(node)
+            if len(operands) == 1 and (operands[0] in params or operands[0] in views):
+                views[node] = None
+    again: set[fx.Node] = set()
+    for node in reversed(views):
+        if any(u.meta.get("backward") or u in again for u in node.users):
+            again.add(node)
+    return params | views.keys(), [n for n in views if n in again]

@@ -1,0 +1,94 @@
+"""A plan on one screen: what it costs, what it sends, how parameters rest, what the parts of the model do, notes.
+
+Text made for review: the same plan gives the same text, and layers that decide alike are one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .doing import by_module
+from .fold import Folder
+from .plan import Plan
+from .traffic import Total, Traffic
+from .units import bytes_text, seconds_text
+
+WIDEST = 56
+"""A first column is at most so wide; longer names push the rest of their line."""
+
+
+def summary(plan: Plan) -> str:
+    lines = [*_head(plan), *_sent(plan), *_resting(plan), *_modules(plan)]
+    if plan.notes:
+        lines += ["notes", *(f"  {note}" for note in plan.notes)]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan) -> list[str]:
+    mesh = plan.mesh
+    axes = ", ".join(f"{a}={n} ({mesh.role(a)}) over {mesh.link[a].name}" for a, n in mesh.axes)
+    lines = [f"plan for {mesh.world_size} ranks of {mesh.device.name}: {axes}"]
+    lines.append(f"  zero={plan.zero}, {len(plan.choices)} calls, {len(plan.resting)} parameters")
+    if plan.facts is not None:
+        compute, sent = plan.seconds
+        lines.append(
+            f"  {seconds_text(compute + sent)} a step, nothing overlapped: {seconds_text(compute)} compute + "
+            f"{seconds_text(sent)} communication"
+        )
+    if plan.gap is not None:
+        lines.append(f"  {gap_text(plan.gap)}")
+    return lines
+
+
+def gap_text(gap: float) -> str:
+    if gap < 5e-7:
+        return "no plan of these choices costs less"
+    return f"no plan of these choices costs less than {1 / (1 + gap):.2%} of this one"
+
+
+def _sent(plan: Plan) -> list[str]:
+    if plan.facts is None:
+        return []
+    rows = traffic_rows(plan.traffic)
+    if not rows:
+        return ["a rank sends nothing"]
+    total = sum(plan.traffic.values(), Total())
+    rows.append(("all", "", str(total.count), bytes_text(total.sent), seconds_text(total.seconds)))
+    return ["a rank sends in a step", *columns(rows, right=(2, 3, 4))]
+
+
+def traffic_rows(traffic: Traffic) -> list[tuple[str, ...]]:
+    """(axes, kind, count, bytes, seconds) as text."""
+    return [
+        ("+".join(axes), kind, str(t.count), bytes_text(t.sent), seconds_text(t.seconds))
+        for (axes, kind), t in traffic.items()
+    ]
+
+
+def _resting(plan: Plan) -> list[str]:
+    head, order = "parameters at rest", list(plan.resting)
+    if plan.facts is not None:
+        order = list(plan.facts.whole)  # as the model has them; a saved plan has them by name
+        held, whole = sum(plan.facts.at_rest.values()), sum(plan.facts.whole.values())
+        head += f": a rank holds {bytes_text(held)} of {bytes_text(whole)}"
+    rows = Folder(plan.resting).rows((name, str(plan.resting[name])) for name in order)
+    return [head, *columns(rows)]
+
+
+def _modules(plan: Plan) -> list[str]:
+    """Per module, layers folded, what its calls split on each axis."""
+    rows = by_module(plan)
+    folded = Folder(module for module, _ in rows).rows(rows)
+    head = ("what calls split", *plan.mesh.names)
+    return columns([head, *(("  " + name, *what) for name, what in folded)], indent="")
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ") -> list[str]:
+    """Rows as aligned lines; the columns in `right` are set to the right."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    widths[0] = min(widths[0], WIDEST)
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if k in right else c.ljust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
