@@ -14,6 +14,7 @@ Whatever has none of these stays without a name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch.fx as fx
@@ -37,11 +38,13 @@ def dim_names(graph: Graph, factored: Factored) -> dict[int, str]:
 
 
 def names_of_calls(graph: Graph, factored: Factored) -> dict[str, dict[Leaf, str]]:
-    """Of each call the names of its leaves that have one."""
-    names = dim_names(graph, factored)
-    return {
-        node.name: {leaf: names[a] for leaf, a in factored.atoms[node].items() if a in names} for node in graph.calls()
-    }
+    """Of each call the names of its leaves that have one; the parts of one dim are told apart by their sizes."""
+    names, found = dim_names(graph, factored), {}
+    for node in graph.calls():
+        mine = {leaf: (names[a], factored.sizes.size(a)) for leaf, a in factored.atoms[node].items() if a in names}
+        count = Counter([name for name, _ in mine.values()])
+        found[node.name] = {leaf: f"{x} ({size})" if count[x] > 1 else x for leaf, (x, size) in mine.items()}
+    return found
 
 
 def _named(graph: Graph, factored: Factored, marked: Marked) -> Iterator[tuple[str, Iterable[int]]]:

@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map
 
-from .graph import Graph, is_getitem, is_tensor, values_of
+from .graph import Graph, is_getitem, is_tensor, tensor_operands, values_of
 from .layout import Factor, Layout
 from .rules.every import rule_of
 from .rules.notation import Dims, Rule
@@ -36,6 +36,7 @@ class Atoms:
         self._parent: list[int] = []
         self._size: list[int] = []
         self._parts: list[tuple[int, ...]] = []
+        self._own: list[tuple[int, tuple[int, ...]]] = []
 
     def new(self, size: Any) -> list[int]:
         """Fresh atoms for one dim: one, or none for a dim of size 1."""
@@ -45,6 +46,18 @@ class Atoms:
         self._size.append(size if isinstance(size, int) else UNKNOWN)
         self._parts.append(())
         return [len(self._parent) - 1]
+
+    def count(self) -> int:
+        """How many atoms there are."""
+        return len(self._parent)
+
+    def touched(self, before: int) -> bool:
+        """Whether one of the first `before` atoms was cut, or united with another of them, by what came later."""
+        return any(self._own[i] != (self._parent[i], self._parts[i]) for i in range(before))
+
+    def settle(self) -> None:
+        """Remember the atoms as they are, for `touched`."""
+        self._own = list(zip(self._parent, self._parts, strict=True))
 
     def size(self, atom: int) -> int:
         return self._size[atom]
@@ -190,7 +203,50 @@ def factor_graph(graph: Graph, resting: Mapping[str, Layout] | None = None) -> F
         out.dims[node] = [final.leaves(d) for d in dims]
     for node, one in laid.items():
         out.shapes[node], out.atoms[node] = _settled(one, out, final)
+    out.sizes.settle()
     return out
+
+
+def extended(old: Factored, graph: Graph) -> Factored | None:
+    """The factors of a graph in which some calls were replaced; None where the new calls cut old dims anew."""
+    out = Factored(dict(old.shapes), dict(old.calls), dict(old.atoms), dict(old.dims), dict(old.operands), old.sizes)
+    nodes = list(graph.fx.nodes)
+    alive = set(nodes)
+    for of_node in (out.shapes, out.calls, out.atoms, out.dims, out.operands):
+        for node in [n for n in of_node if n not in alive]:
+            del of_node[node]  # type: ignore[arg-type]
+    before, kinds = old.sizes.count(), _Kinds()
+    laid: dict[fx.Node, _Laid] = {}
+    for node in nodes:
+        if node.op == "call_function" and not is_getitem(node) and node not in out.shapes:
+            kind, operands = kinds.of(node)
+            out.calls[node], out.operands[node] = kind.call, operands
+            laid[node] = _lay(kind, operands, values_of(node), out)
+    if old.sizes.touched(before):
+        return None
+    final = _Final(out.sizes)
+    for one in laid.values():
+        for value in one.values:
+            if value in out.dims:
+                out.dims[value] = [final.leaves(d) for d in out.dims[value]]
+    for node, one in laid.items():
+        out.shapes[node], out.atoms[node] = _settled(one, out, final)
+    return out if _still_fit(out, laid) else None
+
+
+def _still_fit(out: Factored, laid: dict[fx.Node, _Laid]) -> bool:
+    """Whether the calls that read what new calls make see it in the factors that they saw before."""
+    for one in laid.values():
+        for value in (v for v in one.values if v is not None):
+            own = [[out.sizes.size(a) for a in d] for d in out.dims[value]] if value in out.dims else None
+            for user in value.users:
+                if user in out.shapes and user not in laid:
+                    operands = tensor_operands(user)
+                    out.operands[user] = operands
+                    seen = [[n for _, n in d] for d in out.shapes[user].inputs[operands.index(value)]]
+                    if seen != own:
+                        return False
+    return True
 
 
 class _Kinds:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .collective import largest_local
 from .compute_cost import compute_seconds
-from .cost import call_seconds
+from .cost import call_seconds, nbytes
 from .dim_names import names_of_calls
 from .factors import Factored
 from .graph import Graph, tensor_operands
@@ -88,7 +88,7 @@ def _parameters(graph: Graph, factored: Factored, plan: Plan) -> tuple[dict, dic
             continue
         name, layout, itemsize = str(role.name), plan.resting[str(role.name)], node.meta["val"].element_size()
         elements = largest_local(layout, plan.mesh)
-        at_rest[name], whole[name] = elements * itemsize, largest_local(layout.unsplit(), plan.mesh) * itemsize
+        at_rest[name], whole[name] = elements * itemsize, nbytes(node.meta["val"])
         if role.name in trained:
             optimizer[name] = compute_seconds(0.0, float(STEP_BYTES * elements), "float32", plan.mesh.device)
     return at_rest, whole, optimizer

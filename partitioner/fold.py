@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -73,6 +74,7 @@ def pattern_of(name: str) -> str:
     return _pattern(name)[0]
 
 
+@lru_cache(maxsize=65536)
 def _pattern(name: str) -> tuple[str, Numbers]:
     """A name with `#` for its numbers, and the numbers."""
     parts = name.split(".")

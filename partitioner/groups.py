@@ -18,6 +18,7 @@ What each rule loses was measured against one variable per call (`docs/planner.m
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -68,6 +69,7 @@ class _Contraction:
         self.chained: list[bool] = []
         self.looked: set[int] = set()
         self.atoms: dict[fx.Node, frozenset[int]] = {}
+        self.kinds: dict[int, str] = {}
         for node in graph.calls():
             self._add(node)
 
@@ -85,8 +87,16 @@ class _Contraction:
         self.chained.append(one.kind in ("chain", *_LOOKS))
 
     def _kind(self, call: _Call) -> str:
+        if call.node in self.alone:
+            return "alone"
+        known = self.kinds.get(id(call.shape))
+        if known is None:
+            known = self.kinds[id(call.shape)] = self._kind_of(call)
+        return known
+
+    def _kind_of(self, call: _Call) -> str:
         rule = call.shape.rule
-        if call.node in self.alone or self.factored.calls[call.node].depends_on_data:
+        if self.factored.calls[call.node].depends_on_data:
             return "alone"
         if rule.flops >= HEAVY:
             return "heavy"
@@ -214,9 +224,9 @@ def contract(graph: Graph, factored: Factored, alone: frozenset[fx.Node] = froze
     return made.groups()
 
 
-def single(graph: Graph) -> list[Group]:
+def single(calls: Iterable[fx.Node]) -> list[Group]:
     """A group for every call."""
-    return [Group([node], [True], [False]) for node in graph.calls()]
+    return [Group([node], [True], [False]) for node in calls]
 
 
 def _producer(value: fx.Node) -> fx.Node:

@@ -42,8 +42,7 @@ from .strategies import (
 )
 
 Value = Any
-"""Of a group on one axis: ("atom", number in the group, which of a call's leaves of it), an int k (partial sums), or None.
-"""
+"""Of a group on one axis: ("atom", number in the group, which of a call's leaves of it), an int (partial), or None."""
 
 
 class Wire(NamedTuple):
@@ -206,7 +205,7 @@ class Builder:
         own = [legal.of(m.node) if m.lead else [] for m in members]
         if pinned_on:
             own = [pinned_choices(members[0].node, own[0], members[0].shape, pinned_on, self.factored, self.pins)]
-        sums = all(m.shape.rule.linear for m in members) and not any(m.shape.rule.flops >= HEAVY for m in members)
+        sums = all(frozenset(range(len(m.operands))) in m.shape.rule.linear for m in members)
         found: dict[Value, None] = {}
         for m, options in zip(members, own, strict=True):
             for c in options:
@@ -366,6 +365,14 @@ class Cost:
             product = tuple(self._factor(m.shape, f, local) for f in "mnk")
         dtype = tensors[0][0].dtype if tensors else torch.float32
         return compute_seconds(rule.flops * share, moved, dtype, self.mesh.device, product)
+
+    def output_bytes(self, i: int, output: int) -> np.ndarray:
+        """Bytes of an output of a call on the busiest rank."""
+        m = self.made.members[i]
+        val = m.node.meta["val"]
+        tensor = val[output] if isinstance(val, (tuple, list)) else val
+        local, _ = self._local_lengths(i)
+        return np.zeros(self.count) + self._elements(m.shape.outputs[output], local) * float(tensor.element_size())
 
     def _local_lengths(self, i: int) -> tuple[dict[Leaf, np.ndarray], np.ndarray]:
         """Of each leaf that some value splits its longest piece, and the share of the iteration space that is."""

@@ -42,6 +42,7 @@ class Plan:
         choices: {call: {axis: choice}}, by node name; an axis not named is None (whole).
         resting: {parameter: layout} between uses; optimizer state and gradients rest alike.
         zero: 0 | 1 | 2 | 3, the ZeRO stage that `resting` stands for.
+        again: tensors whose copies in another layout are not kept for backward but made again there.
         decomposed: calls replaced by simpler ops so that a factor could be split.
         schedule, stages, micro_batches: the pipeline part; one stage, run once.
         seconds: predicted seconds of compute and of communication in one step.
@@ -56,6 +57,7 @@ class Plan:
     choices: Mapping[str, Mapping[str, Choice]]
     resting: Mapping[str, Layout]
     zero: int = 0
+    again: frozenset[str] = frozenset()
     decomposed: tuple[str, ...] = ()
     schedule: str = "none"
     stages: int = 1
@@ -104,6 +106,7 @@ class Plan:
             "zero": self.zero,
             "resting": {name: layout_to_list(layout) for name, layout in sorted(self.resting.items())},
             "choices": {name: {a: _choice_text(c) for a, c in by.items()} for name, by in self.choices.items()},
+            "again": sorted(self.again),
             "decomposed": list(self.decomposed),
             "notes": list(self.notes),
         }
@@ -132,6 +135,7 @@ class Plan:
                 {name: {a: _choice_of(c) for a, c in by.items()} for name, by in body["choices"].items()},
                 {name: layout_from_list(rows) for name, rows in body["resting"].items()},
                 zero=body["zero"],
+                again=frozenset(body["again"]),
                 decomposed=tuple(body["decomposed"]),
                 notes=tuple(body["notes"]),
             )

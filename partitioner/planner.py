@@ -15,24 +15,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch.fx as fx
 
+from .budget import within
 from .cost import call_seconds
 from .decompose import decompose_calls
 from .errors import PlanError
-from .factors import Factored, factor_graph
+from .factors import Factored, extended, factor_graph
+from .facts import with_facts
 from .given import check_pins, check_saved, pinned_calls
-from .graph import Graph, tensor_operands, where
+from .graph import Graph, is_getitem, tensor_operands, where
 from .groups import contract, single
 from .joint import Builder
 from .layout import Layout
 from .mesh import Mesh
+from .placement import split_of
 from .plan import Plan
 from .reasons import Reasons
-from .resting import Rests, require_fit, small_notes, stage_asked, stage_of
-from .rules.split import Leaf, Split
+from .resting import Rests, small_notes, stage_asked, stage_of
+from .rules.split import Split
+from .saved import saved_values
 from .solve import Problem, Solution, solve
 from .states import Prices
 from .strategies import HEAVY, Choice, marked_atoms, never_empty
@@ -54,10 +57,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Decided:
-    """What an earlier round decided: {call: {axis: choice}}, and how parameters rest."""
+    """What an earlier round decided: {call: {axis: choice}}, how parameters rest; the factors, if they still hold."""
 
     calls: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
     params: Mapping[str, Layout] = field(default_factory=dict)
+    factored: Factored | None = None
+    again: frozenset[str] = frozenset()
 
 
 Decide = Callable[[Problem], list[int]]
@@ -75,25 +80,13 @@ class Draft:
     taken: dict[fx.Node, dict[str, Choice]] = field(default_factory=dict)
     params: dict[str, Layout] = field(default_factory=dict)
     zero: int = 0
+    again: frozenset[str] = frozenset()
     solution: Solution | None = None
     reasons: Reasons | None = None
     notes: list[str] = field(default_factory=list)
 
     def split(self, node: fx.Node) -> Split:
         return split_of(self.factored, self.mesh, node, self.taken.get(node, {}))
-
-
-def split_of(factored: Factored, mesh: Mesh, node: fx.Node, choices: Any) -> Split:
-    """The split that a call's choices per axis amount to; axes on one leaf stand in mesh order."""
-    axes: dict[Leaf, tuple[str, ...]] = {}
-    partial: dict[str, int] = {}
-    for axis in mesh.names:
-        choice = choices.get(axis)
-        if isinstance(choice, int):
-            partial[axis] = choice
-        elif choice is not None:
-            axes[choice] = (*axes.get(choice, ()), axis)
-    return Split(factored.shapes[node], axes, partial)
 
 
 def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None = None) -> tuple[Graph, Plan]:
@@ -105,15 +98,18 @@ def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None 
         PlanError: what was asked cannot be had; the message names the facts in conflict.
     """
     done: tuple[str, ...] = ()
-    decided = Decided()
+    decided, reasons, gap = Decided(), None, 0.0
     while True:
         draft = _decide(graph, mesh, options, decide, decided)
+        assert draft.reasons is not None
+        reasons = draft.reasons = draft.reasons.after(reasons)
+        gap = max(gap, draft.solution.gap if draft.solution is not None else math.inf)
         names = tuple(n.name for n in draft.taken if _needs_decomposing(draft, n))
         if not names:
-            return replace(graph, factored=draft.factored), _finished(draft, done)
+            return replace(graph, factored=draft.factored), _finished(draft, done, gap)
         calls = {n.name: by for n, by in draft.taken.items() if n.name not in names}
-        decided = Decided(calls, draft.params)
         graph = decompose_calls(graph, names, draft.factored)
+        decided = Decided(calls, draft.params, extended(draft.factored, graph), draft.again)
         done += names
 
 
@@ -128,7 +124,7 @@ def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Grap
     check_saved(graph, mesh, plan)
     draft = Draft(graph, factor_graph(graph, plan.resting), mesh, options)
     draft.taken = {n: dict(plan.choices[n.name]) for n in graph.calls()}
-    draft.params, draft.zero = dict(plan.resting), plan.zero
+    draft.params, draft.zero, draft.again = dict(plan.resting), plan.zero, plan.again
     draft.notes += _batch_notes(graph, mesh)
     return replace(graph, factored=draft.factored), _finished(draft, plan.decomposed)
 
@@ -140,21 +136,24 @@ def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
 
 
 def _decide(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None, decided: Decided) -> Draft:
-    factored = factor_graph(graph, options.resting)
+    factored = decided.factored or factor_graph(graph, options.resting)
     draft = Draft(graph, factored, mesh, options)
+    draft.taken = {n: dict(decided.calls.get(n.name, {})) for n in graph.calls()}
+    draft.params |= decided.params
     draft.notes += _batch_notes(graph, mesh)
     check_pins(graph, factored, options.pin)
     stage = stage_asked(graph, mesh, options)
     tables = _tables(draft, decided, decide is not None, stage)
     if decide is None:
-        draft.solution = solve(tables.problem, hubs=tables.hubs())
+        draft.solution, again = _solution(draft, tables)
+        draft.again = again or decided.again
         values = draft.solution.values
     else:
         values = decide(tables.problem)
     _take(draft, tables, values)
-    draft.reasons = Reasons(tables, values)
-    draft.zero = stage if isinstance(stage, int) else stage_of(draft.params, mesh, tables.again)
-    require_fit(draft.params, graph, mesh, options)
+    memory = tables.memory(saved_values(graph, factored)) if options.memory is not None else ()
+    draft.reasons = Reasons(tables, values, memory)
+    draft.zero = stage if isinstance(stage, int) else stage_of(draft.params, graph, mesh, draft.again)
     draft.notes += small_notes(draft.params, graph, mesh, stage)
     return draft
 
@@ -165,10 +164,13 @@ def _tables(draft: Draft, decided: Decided, every: bool, stage: int | str) -> Ta
     prices = Prices(draft.mesh)
     marked = marked_atoms(graph, factored)
     pins = pinned_calls(graph, options.pin)
-    alone = frozenset(n for n in graph.calls() if n in pins or (decided.calls and n.name not in decided.calls))
     tables = Tables(graph, factored, prices, again=stage == 3)
     builder = Builder(graph, factored, prices, marked, decided.calls, pins, grouped=not every)
-    for group in single(graph) if every else contract(graph, factored, alone):
+    if decided.calls:
+        groups = single(_undecided(draft, decided))
+    else:
+        groups = single(graph.calls()) if every else contract(graph, factored, frozenset(pins))
+    for group in groups:
         tables.add_group(group, builder)
     trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
     rests = Rests(factored, prices, options, marked, stage, decided.params)
@@ -177,6 +179,21 @@ def _tables(draft: Draft, decided: Decided, every: bool, stage: int | str) -> Ta
             tables.add_parameter(node, str(role.name), rests.of(node, str(role.name), role.name in trained))
     tables.connect()
     return tables
+
+
+def _solution(draft: Draft, tables: Tables) -> tuple[Solution, frozenset[str]]:
+    """The best values, within the memory where there is a limit, and what backward makes again."""
+    if draft.options.memory is None or draft.params:
+        return solve(tables.problem, hubs=tables.hubs()), frozenset()
+    return within(tables, draft.options.memory, saved_values(draft.graph, draft.factored))
+
+
+def _undecided(draft: Draft, decided: Decided) -> list[fx.Node]:
+    """The calls left to decide, and the decided ones that they read or that read them."""
+    new = [n for n in draft.graph.calls() if n.name not in decided.calls]
+    near = {m for n in new for m in (*n.all_input_nodes, *n.users)}
+    near |= {m for n in near if is_getitem(n) for m in (*n.all_input_nodes, *n.users)}
+    return [n for n in draft.graph.calls() if n.name not in decided.calls or n in near]
 
 
 def _take(draft: Draft, tables: Tables, values: list[int]) -> None:
@@ -189,8 +206,6 @@ def _take(draft: Draft, tables: Tables, values: list[int]) -> None:
             continue
         for i, member in enumerate(variable.members):
             draft.taken[member.node] = variable.joint.choice(i, value, names)
-    order = {n: None for n in draft.graph.calls()}
-    draft.taken = {n: draft.taken[n] for n in order}
     draft.notes += _notes_of_unused(draft, names)
 
 
@@ -213,21 +228,23 @@ def _batch_notes(graph: Graph, mesh: Mesh) -> list[str]:
     return notes
 
 
-def _finished(draft: Draft, decomposed: tuple[str, ...]) -> Plan:
-    compute = sum(_seconds(draft, n) for n in draft.taken)
+def _finished(draft: Draft, decomposed: tuple[str, ...], gap: float = math.inf) -> Plan:
     modules = {n.name: (n.meta.get("module", ""), str(n.target), n.meta.get("where", "")) for n in draft.taken}
     whole_notes = [*_notes_of_unsplit(draft), *_notes_of_whole(draft)]
-    return Plan(
+    plan = Plan(
         draft.mesh,
         {n.name: by for n, by in draft.taken.items()},
         draft.params,
         zero=draft.zero,
+        again=draft.again,
         decomposed=decomposed,
-        seconds=(compute, 0.0),
         notes=(*draft.graph.notes, *draft.notes, *whole_notes),
         decisions=draft.reasons,
         modules=modules,
+        gap=gap if math.isfinite(gap) else None,
     )
+    asked = {"zero": draft.options.zero, "memory": draft.options.memory, "pin": draft.options.pin}
+    return with_facts(plan, draft.graph, draft.factored, **asked)
 
 
 def _seconds(draft: Draft, node: fx.Node) -> float:

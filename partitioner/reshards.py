@@ -4,8 +4,8 @@ A call that needs an operand in a layout that the tensor does not have makes a r
 layout share it. What leaves the program makes one too: a gradient goes to where its parameter rests, everything else
 is whole.
 
-At ZeRO stage 3 a gathered parameter is not kept from forward to backward, and neither is a view of it: the two phases
-have a gather each, and backward makes the views it reads again.
+What a plan makes again (`Plan.again`, and at ZeRO stage 3 every parameter) is not kept from forward to backward, and
+neither is a view of it: the two phases have a reshard each, and backward makes the views it reads again.
 
 `passes/reshard.py` inserts these, `traffic.py` counts them.
 """
@@ -21,6 +21,7 @@ import torch.fx as fx
 from .graph import Graph, is_tensor, tensor_operands
 from .layout import Layout
 from .placement import Placement
+from .plan import Plan
 from .strategies import is_view
 
 
@@ -44,10 +45,10 @@ class Reshard:
     leaves: list[int] = field(default_factory=list)
 
 
-def reshards(graph: Graph, placed: Placement, resting: Mapping[str, Layout], zero: int) -> list[Reshard]:
+def reshards(graph: Graph, placed: Placement, plan: Plan) -> list[Reshard]:
     """All of them, in the order of their first readers; those of outputs alone last."""
     made: dict[Any, Reshard] = {}
-    twice, again = (set(), []) if zero != 3 else _by_phase(graph)
+    twice, again = _by_phase(graph, plan)
     for node, k, operand, late in _reads(graph, again):
         have, want = placed.layouts[operand], placed.needs[node][k]
         if have is want or have == want:
@@ -56,7 +57,7 @@ def reshards(graph: Graph, placed: Placement, resting: Mapping[str, Layout], zer
         if key not in made:
             made[key] = Reshard(operand, have, want, late)
         made[key].reads.append((node, k))
-    for i, value, want in _leaving(graph, placed, resting):
+    for i, value, want in _leaving(graph, placed, plan.resting):
         have, late = placed.layouts[value], bool(value.meta.get("backward"))
         if have == want:
             continue
@@ -83,14 +84,17 @@ def _leaving(graph: Graph, placed: Placement, resting: Mapping[str, Layout]) -> 
             yield i, value, resting[str(role.name)] if role.kind == "grad" else placed.layouts[value].unsplit()
 
 
-def views_made_again(graph: Graph) -> list[fx.Node]:
-    """Views of parameters made in forward that backward reads, maybe through another such view; in program order."""
-    return _by_phase(graph)[1]
+def views_made_again(graph: Graph, plan: Plan) -> list[fx.Node]:
+    """Views made in forward, of what is made again, that backward reads, maybe through another; in program order."""
+    return _by_phase(graph, plan)[1]
 
 
-def _by_phase(graph: Graph) -> tuple[set[fx.Node], list[fx.Node]]:
-    """Parameters and their views made in forward; and of the views those that backward reads."""
-    params = {n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param"}
+def _by_phase(graph: Graph, plan: Plan) -> tuple[set[fx.Node], list[fx.Node]]:
+    """What is made again, with its views made in forward; and of the views those that backward reads."""
+    params = {n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param" and plan.zero == 3}
+    params |= {n for n in graph.fx.nodes if n.name in plan.again}
+    if not params:
+        return set(), []
     views: dict[fx.Node, None] = {}
     for node in graph.calls():
         if is_view(node) and not node.meta.get("backward"):

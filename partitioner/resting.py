@@ -29,7 +29,7 @@ from .errors import PlanError
 from .factors import Factored
 from .given import pinned_state
 from .graph import Graph
-from .layout import Factor, Layout, Spot, local_shape, parse
+from .layout import Factor, Layout, Spot, parse
 from .mesh import Mesh
 from .states import Prices, States, layout_states
 from .strategies import Marked, never_empty
@@ -37,8 +37,8 @@ from .strategies import Marked, never_empty
 if TYPE_CHECKING:
     from .planner import Options
 
-OPTIMIZER_BYTES = 16
-"""Bytes a parameter of fp32 training with Adam: 4 weight, 4 gradient, 8 state (ZeRO, section 3.1)."""
+MOMENTS = 8
+"""Bytes of optimizer state an element: the two fp32 moments of Adam (ZeRO, section 3.1)."""
 
 STEP_BYTES = 28
 """Bytes a parameter that an fp32 AdamW step moves."""
@@ -49,16 +49,16 @@ ORDERED_AXES = 3
 
 @dataclass(eq=False)
 class Resting:
-    """The ways a parameter may rest. `seconds`: of the optimizer step; `elements`: of the largest local part."""
+    """The ways a parameter may rest. `seconds`: of the optimizer step; `nbytes`: of it, its gradient, its moments."""
 
     layouts: list[Layout]
     states: States
     seconds: np.ndarray
-    elements: np.ndarray
+    nbytes: np.ndarray
 
 
 class Rests:
-    """Makes the `Resting` of parameters; equal parameters share one. `decided`: {parameter: layout} not to be changed."""
+    """Makes the `Resting` of parameters; equal ones share it. `decided`: {parameter: layout} not to be changed."""
 
     def __init__(
         self,
@@ -90,7 +90,9 @@ class Rests:
             # bytes at rest weigh little against time, enough to prefer the smaller of two equal plans
             moved = elements * (STEP_BYTES if trained else 1e-2 * node.meta["val"].element_size())
             seconds = compute_seconds(0.0, moved, "float32", self.mesh.device)
-            self._made[key] = Resting(layouts, layout_states(layouts, self.prices.names), seconds, elements)
+            size = node.meta["val"].element_size()
+            nbytes = elements * (2 * size + MOMENTS if trained else size)
+            self._made[key] = Resting(layouts, layout_states(layouts, self.prices.names), seconds, nbytes)
         return self._made[key]
 
     def _layouts(self, whole: Layout, experts: tuple[bool, ...]) -> list[Layout]:
@@ -166,10 +168,12 @@ def stage_asked(graph: Graph, mesh: Mesh, options: Options) -> int | str:
     return options.zero
 
 
-def stage_of(resting: dict[str, Layout], mesh: Mesh, again: bool) -> int:
-    """The ZeRO stage that layouts amount to."""
+def stage_of(resting: dict[str, Layout], graph: Graph, mesh: Mesh, again: frozenset[str]) -> int:
+    """The ZeRO stage that layouts amount to; 3 where every sharded parameter is gathered again for backward."""
     axes = set(shard_axes(mesh))
-    return 0 if not any(x.split_axes & axes for x in resting.values()) else 3 if again else 1
+    inputs = zip(graph.placeholders, graph.inputs, strict=True)
+    sharded = [n.name for n, r in inputs if r.kind == "param" and resting[str(r.name)].split_axes & axes]
+    return 0 if not sharded else 3 if again.issuperset(sharded) else 1
 
 
 def small_notes(resting: dict[str, Layout], graph: Graph, mesh: Mesh, stage: int | str) -> list[str]:
@@ -188,32 +192,10 @@ def small_notes(resting: dict[str, Layout], graph: Graph, mesh: Mesh, stage: int
     return [f"zero={stage}: {len(kept)} parameters too small to shard rest whole ({total} bytes), such as {first}"]
 
 
-def require_fit(resting: dict[str, Layout], graph: Graph, mesh: Mesh, options: Options) -> None:
-    """Raises:
-    PlanError: what rests is more than the memory asked for, before any activation.
-    """
-    inputs = zip(graph.placeholders, graph.inputs, strict=True)
-    size = {str(r.name): n.meta["val"].element_size() for n, r in inputs if r.kind == "param"}
-    need = sum(2 * size[n] * _product(local_shape(layout, mesh, 0)) for n, layout in resting.items())
-    if options.memory is not None and need > options.memory:
-        more = "" if options.zero in ("auto", 3) or not shard_axes(mesh) else "zero=3, "
-        raise PlanError(
-            f"memory={options.memory} bytes a device cannot hold this model on mesh {mesh}: parameters and gradients "
-            f"at rest take {need} bytes. Give {more}more ranks to dp or tp, or more memory"
-        )
-
-
 def shard_axes(mesh: Mesh) -> tuple[str, ...]:
     """The data axes that ZeRO shards over."""
     data = [a for a in mesh.names if mesh.role(a) == "data" and mesh.sizes[a] > 1]
     return tuple(a for a in data if a != "dp_replicate" or len(data) == 1 and mesh.names == ("dp_replicate",))
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    out = 1
-    for n in numbers:
-        out *= n
-    return out
 
 
 def refined(layout: Layout, finer: Layout) -> Layout:

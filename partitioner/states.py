@@ -160,3 +160,14 @@ class Prices:
         sent = nbytes * rows / max(1, seen.size)
         return float(collective_seconds("halo", self.mesh.levels((self.names[axis],)), sent)) if rows else 0.0
 
+
+def local_bytes(lengths: tuple[int, ...], itemsize: int, states: States, prices: Prices) -> np.ndarray:
+    """Per unique state the bytes of the largest local tensor."""
+    found = []
+    for state in states.unique:
+        local = list(lengths)
+        for code, (_, ranks) in zip(state, prices.axes, strict=True):
+            if code > 0:
+                local[code - 1] = -(-local[code - 1] // ranks)
+        found.append(float(math.prod(local) * itemsize))
+    return np.array(found)

@@ -5,12 +5,13 @@ Text made for review: the same plan gives the same text, and layers that decide 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .doing import by_module
 from .fold import Folder
 from .plan import Plan
-from .traffic import Total, Traffic
+from .traffic import Moved, Total, Traffic
 from .units import bytes_text, seconds_text
 
 WIDEST = 56
@@ -31,6 +32,7 @@ def _head(plan: Plan) -> list[str]:
     lines.append(f"  zero={plan.zero}, {len(plan.choices)} calls, {len(plan.resting)} parameters")
     if plan.facts is not None:
         compute, sent = plan.seconds
+        lines += [f"  asked for: {asked}"] if (asked := _asked(plan.facts.asked)) else []
         lines.append(
             f"  {seconds_text(compute + sent)} a step, nothing overlapped: {seconds_text(compute)} compute + "
             f"{seconds_text(sent)} communication"
@@ -38,6 +40,13 @@ def _head(plan: Plan) -> list[str]:
     if plan.gap is not None:
         lines.append(f"  {gap_text(plan.gap)}")
     return lines
+
+
+def _asked(asked: Mapping[str, Any]) -> str:
+    """What the user asked for beside the mesh."""
+    said = [f"{what}={asked[what]}" for what in ("zero", "memory") if asked.get(what) not in (None, "auto")]
+    said += [f"pin {pattern}: {text}" for pattern, text in (asked.get("pin") or {}).items()]
+    return ", ".join(said)
 
 
 def gap_text(gap: float) -> str:
@@ -54,7 +63,15 @@ def _sent(plan: Plan) -> list[str]:
         return ["a rank sends nothing"]
     total = sum(plan.traffic.values(), Total())
     rows.append(("all", "", str(total.count), bytes_text(total.sent), seconds_text(total.seconds)))
-    return ["a rank sends in a step", *columns(rows, right=(2, 3, 4))]
+    lines = ["a rank sends in a step", *columns(rows, right=(2, 3, 4))]
+    again = _twice(plan.facts.moves)
+    return [*lines, f"  {again} tensors of forward are sent again in backward, not kept"] if again else lines
+
+
+def _twice(moves: Sequence[Moved]) -> int:
+    """How many tensors take one layout in forward and once more in backward."""
+    early, late = ({(m.value, m.after) for m in moves if m.backward is when} for when in (False, True))
+    return len({value for value, _ in early & late})
 
 
 def traffic_rows(traffic: Traffic) -> list[tuple[str, ...]]:

@@ -23,11 +23,14 @@ import torch.fx as fx
 from .factors import Factored
 from .graph import Graph, is_getitem, is_tensor
 from .groups import Group
-from .joint import Builder, Joint, Member, itemsize, lengths_of
-from .layout import Layout
+from .joint import Builder, Joint, Member, itemsize
 from .resting import Resting
+from .saved import saved_bytes
 from .solve import Problem
-from .states import Prices, States
+from .states import Prices, States, local_bytes
+
+FREE = 2e-9
+"""Seconds at or below which a reshard moves nothing."""
 
 
 @dataclass(eq=False)
@@ -66,10 +69,11 @@ class Tables:
         self.graph, self.factored, self.prices, self.again = graph, factored, prices, again
         self.problem = Problem()
         self.variables: list[Variable] = []
-        self.copies: list[Copy] = []
+        self._kept: list[tuple[fx.Node, int, int, States, list[States]]] = []
         self._group_of: dict[fx.Node, tuple[int, int]] = {}
         self._param: dict[fx.Node, int] = {}
         self._tables: dict[Any, np.ndarray] = {}
+        self._copies: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._alive: list[Any] = []
 
     def add_group(self, group: Group, builder: Builder) -> None:
@@ -83,6 +87,24 @@ class Tables:
         self._param[node] = self.problem.variable(resting.seconds)
         self.variables.append(Variable(name=name, resting=resting))
 
+    def memory(self, saved: frozenset[fx.Node]) -> list[np.ndarray]:
+        """Per variable and value the bytes that it keeps; see `saved.py`."""
+        known: dict[Any, np.ndarray] = {}
+        found = []
+        for variable in self.variables:
+            if variable.joint is not None:
+                flags = tuple(m.node in saved or any(u in saved for u in m.node.users) for m in variable.members)
+                key = (id(variable.joint), flags)
+                if key not in known:
+                    known[key] = saved_bytes(variable.joint, variable.members, self.prices, saved)
+            else:
+                assert variable.resting is not None
+                key = (id(variable.resting), ())
+                if key not in known:
+                    known[key] = variable.resting.nbytes
+            found.append(known[key])
+        return found
+
     def connect(self) -> None:
         """All pair tables."""
         for h, variable in enumerate(self.variables):
@@ -91,7 +113,7 @@ class Tables:
         self._outputs()
 
     def hubs(self) -> list[int]:
-        """Groups that depend on no parameter and are read by groups that do: masks, positions, which every layer reads."""
+        """Groups that depend on no parameter and are read by groups that do: masks, positions, read by every layer."""
         moved: set[int] = {i for i in self._param.values()}
         for i, variable in enumerate(self.variables):
             for m in variable.members:
@@ -145,11 +167,40 @@ class Tables:
             self._tables[key] = table = np.asarray(table)
             self._alive.append(needs)
         self.problem.pair(g, h, table)
+        if both and not again:
+            self._kept.append((value, g, h, have, [needs[i] for i in sorted(both)]))
+
+    def copies(self) -> list[Copy]:
+        """The tensors that are needed in one state in both phases."""
+        found: list[Copy] = []
+        for value, g, h, have, wants in self._kept:
+            for want in wants:
+                key = ("copy", id(have), id(want), itemsize(value), tuple(map(tuple, self.factored.dims[value])))
+                if key not in self._copies:
+                    seconds = self._spread(value, have, want)
+                    held = local_bytes(self._lengths(value), itemsize(value), want, self.prices)[want.place]
+                    nbytes = np.where(seconds > FREE, held[None, :], 0.0)
+                    self._copies[key] = (seconds, nbytes)
+                seconds, nbytes = self._copies[key]
+                if nbytes.any():
+                    found.append(Copy(value.name, g, h, seconds, nbytes))
+        return found
+
+    def places(self) -> list[int]:
+        """Of each variable where in the program it stands: a parameter where it is first read."""
+        place = list(range(len(self.variables)))
+        first: dict[int, int] = {}
+        for a, b in self.problem.pairs:
+            for p, g in ((a, b), (b, a)):
+                if self.variables[p].joint is None:
+                    first[p] = min(first.get(p, g), g)
+        return [first.get(i, n) for i, n in enumerate(place)]
+
+    def _lengths(self, value: fx.Node) -> tuple[int, ...]:
+        return tuple(max(1, self.factored.sizes.size(a)) for d in self.factored.dims[value] for a in d)
 
     def _spread(self, value: fx.Node, have: States, want: States) -> np.ndarray:
-        dims = self.factored.dims[value]
-        lengths = tuple(max(1, self.factored.sizes.size(a)) for d in dims for a in d)
-        return self.prices.between(lengths, itemsize(value), have, want)[have.place][:, want.place]
+        return self.prices.between(self._lengths(value), itemsize(value), have, want)[have.place][:, want.place]
 
     def _outputs(self) -> None:
         """Gradients go to where their parameter rests; what else leaves the program is whole."""
@@ -179,9 +230,3 @@ class Tables:
             found = self._tables[key] = self._spread(value, have, want)
         return found
 
-
-def whole_layout(factored: Factored, node: fx.Node) -> Layout:
-    return factored.whole(node)
-
-
-__all__ = ["Copy", "Tables", "Variable", "lengths_of"]

@@ -95,7 +95,7 @@ def traffic_of(graph: Graph, factored: Factored, plan: Plan) -> tuple[Moved, ...
 def moves_of(graph: Graph, placed: Placement, plan: Plan) -> tuple[Moved, ...]:
     """`traffic_of`, of a placement that is known."""
     names, ways = _names(graph), _Ways(plan.mesh)
-    return tuple(_moved(one, graph, names, ways) for one in reshards(graph, placed, plan.resting, plan.zero))
+    return tuple(_moved(one, graph, names, ways) for one in reshards(graph, placed, plan))
 
 
 def totals(moves: Iterable[Moved]) -> Traffic:

@@ -20,11 +20,10 @@ from .draft import Draft
 
 
 def insert_reshards(draft: Draft) -> Draft:
-    if draft.plan.zero == 3:
-        _make_again(draft, views_made_again(draft.graph))
+    _make_again(draft, views_made_again(draft.graph, draft.plan))
     given: dict[fx.Node, dict[int, fx.Node]] = {}
     leaving = list(draft.graph.output_values)
-    for one in reshards(draft.graph, draft.placement, draft.plan.resting, draft.plan.zero):
+    for one in reshards(draft.graph, draft.placement, draft.plan):
         new = _node(draft, one)
         for reader, k in one.reads:
             given.setdefault(reader, {})[k] = new
