@@ -28,7 +28,6 @@ def _head(one: Plan, other: Plan) -> list[str]:
         return f"{plan.mesh} of {plan.mesh.device.name} over {', '.join(link.name for _, link in plan.mesh.links)}"
 
     pairs = [("mesh", mesh(one), mesh(other)), ("zero", str(one.zero), str(other.zero))]
-    pairs.append(("decomposed", str(len(one.decomposed)), str(len(other.decomposed))))
     if one.facts is not None and other.facts is not None:
         for what, a, b in zip(("compute", "communication"), one.seconds, other.seconds, strict=True):
             pairs.append((what, seconds_text(a), seconds_text(b)))
@@ -83,8 +82,15 @@ def _module(one: Plan, other: Plan, call: str) -> str:
 
 
 def _only(one: Plan, other: Plan, which: str) -> list[str]:
+    """What one plan has and the other does not: parameters, calls, calls decomposed, tensors made again in backward."""
     calls, params = _less(one.choices, other.choices), _less(one.resting, other.resting)
     lines = [f"only the {which} has {name}, at rest {one.resting[name]}" for name in params]
+    for what, mine, theirs in (
+        ("decomposes", one.decomposed, other.decomposed),
+        ("makes again in backward", sorted(one.again), other.again),
+    ):
+        if names := _less(mine, theirs):
+            lines.append(f"only the {which} {what} {', '.join(names[:4])}" + (" ..." if len(names) > 4 else ""))
     if calls:
         some = Folder(module_of(one, c) for c in one.choices).fold(dict.fromkeys(module_of(one, c) for c in calls))
         lines.append(f"only the {which} has {len(calls)} calls of {', '.join(some)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -132,6 +133,13 @@ def test_a_diff_of_meshes_and_programs():
     assert text.startswith("mesh: dp=2, tp=2 of cpu over loopback, loopback -> dp=4 of cpu over loopback\n")
     assert re.search(r"only the first has \d+ calls of .*blocks\.1", text)
     assert "only the first has blocks.1.up.weight, at rest [" in text
+
+
+def test_a_diff_of_what_backward_makes_again():
+    plain, tight = planned({"dp": 2, "tp": 2}), planned({"dp": 2, "tp": 2}, memory=32000)
+    assert tight.again
+    assert "only the second makes again in backward " in plain.diff(tight)
+    assert f"only the first makes again in backward {min(tight.again)}" in tight.diff(replace(tight, again=frozenset()))
 
 
 def test_a_diff_reads_the_other_way_round():

@@ -69,6 +69,14 @@ def test_of_plans_drawn_at_random(seed: int):
     assert told(graph, plan) == steps(lower(graph, plan))
 
 
+def test_of_a_plan_that_makes_copies_again():
+    torch.manual_seed(0)
+    graph = captured(*MODELS["gpt"]())
+    graph, plan = make_plan(graph, mw.Mesh(dp=2, tp=2, device="cpu"), Options(memory=32000))
+    assert plan.again
+    assert told(graph, plan) == steps(lower(graph, plan))
+
+
 def test_of_a_program_with_a_loss_outside():
     torch.manual_seed(0)
     graph = captured(*MODELS["gpt"](), loss=False)
