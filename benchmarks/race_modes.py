@@ -126,7 +126,9 @@ MODES: dict[str, Callable[[Config], Job]] = {
     "fsdp2": fsdp2,
     "tp": lambda config: tensor_parallel(config, sequence_sharded_norms=False),
     "tp_sp": lambda config: tensor_parallel(config, sequence_sharded_norms=True),
-    "mw_dp": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size())),
+    "mw_dp": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size()), zero=0),
+    "mw_dp_auto": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size())),
     "mw_fsdp": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size()), zero=3),
     "mw_tp": lambda config: Ours(config, mw.Mesh(tp=dist.get_world_size())),
+    "mw_free": lambda config: Ours(config, mw.Mesh(ranks=dist.get_world_size())),
 }

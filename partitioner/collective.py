@@ -32,7 +32,7 @@ from .halo import halo_share, ways, window_kind, windowed_dims
 from .layout import Factor, Layout, Spot
 from .mesh import Mesh
 from .moves import LOCAL_KINDS
-from .transitions import STEP, largest_piece, open_factors, transitions, wire_share
+from .transitions import STEP, largest_piece, open_factors, packing_seconds, transitions, wire_share
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ def seconds(step: Step, mesh: Mesh, itemsize: int) -> float:
     """Seconds of one primitive; a local one copies what it keeps."""
     if step.kind in LOCAL_KINDS:
         return float(compute_seconds(0.0, largest_local(step.after, mesh) * itemsize, "float32", mesh.device))
-    return float(collective_seconds(step.kind, mesh.levels(step.axes), wire_bytes(step, mesh, itemsize)))
+    before, after = (float(largest_local(x, mesh) * itemsize) for x in (step.before, step.after))
+    wire = collective_seconds(step.kind, mesh.levels(step.axes), wire_bytes(step, mesh, itemsize))
+    return float(wire + packing_seconds(step.kind, before, after, mesh))
 
 
 @lru_cache(maxsize=65536)

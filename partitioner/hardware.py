@@ -133,8 +133,8 @@ def _net(name: str, bandwidth: float, hops: tuple[float, float] = _NET, switch: 
 LINKS = {
     link.name: link
     for link in (
-        # gloo over TCP between processes of one machine, as measured by `mw.calibrate`
-        Link("loopback", 2.1e9, 6e-5),
+        # gloo over TCP between processes of one machine, as measured by `mw.calibrate`, buffers filled and read included
+        Link("loopback", 5.2e8, 6e-5, own=(("all_gather", (Line(0.0, 6e-5, 4.2e8),)),)),
         _link("pcie3", 15.75e9, 8e-6, _PCIE),  # PCI-SIG: 8 GT/s x16, 128b/130b
         _link("pcie4", 31.5e9, 8e-6, _PCIE),  # 16 GT/s x16
         _link("pcie5", 63e9, 8e-6, _PCIE),  # 32 GT/s x16
@@ -170,7 +170,7 @@ def _gpu(name: str, half: float, tera: tuple[float, float, float], memory: tuple
 
 # one core of a server CPU with fp32 matmul and stream copy as measured on one thread
 _CPU = Device(
-    "cpu", 9.2e10, 8.6e9, 8e9, LINKS["loopback"], (("float64", 4.6e10), ("complex128", 4.6e10)),
+    "cpu", 9.2e10, 1.7e10, 8e9, LINKS["loopback"], (("float64", 4.6e10), ("complex128", 4.6e10)),
     efficiency=1.0, memory_share=1.0, tile=(8, 8, 1),
 )  # fmt: skip
 

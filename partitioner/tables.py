@@ -141,12 +141,15 @@ class Tables:
         found: dict[fx.Node, _Reads] = {}
         for call, m in enumerate(reader.members):
             late = bool(m.node.meta.get("backward"))
+            looks = not late and m.looked and any(u.meta.get("backward") for u in m.node.users)
             for k, (operand, wire) in enumerate(zip(m.operands, m.wires, strict=True)):
                 if wire is None:
                     assert reader.joint is not None
                     need = reader.joint.needs(call, k)
                     reads = found.setdefault(operand, _Reads())
                     (reads.backward if late else reads.forward)[id(need)] = need
+                    if looks and operand in self._param:  # backward makes such a view again, from a gather of its own
+                        reads.backward[id(need)] = need
         for value, reads in found.items():
             given = self._giver(value)
             if given is not None:

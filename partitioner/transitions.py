@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,11 @@ def wire_share(kind: str, axes: tuple[str, ...], split: int, mesh: Mesh) -> floa
     if kind == "permute":
         return 1.0 if k > 1 else 0.0
     return {"slice": 0.0, "zero": 0.0, "all_gather": k - 1.0, "all_reduce": 2.0 * (k - 1) / k}[kind]
+
+
+def packing_seconds(kind: str, before: Any, after: Any, mesh: Mesh) -> Any:
+    """Copies into and out of a message's buffer, bytes before and after; an all-reduce works where the tensor lies."""
+    return 0.0 if kind == "all_reduce" else compute_seconds(0.0, before + after, "float32", mesh.device)
 
 
 class Structure:
@@ -134,8 +140,9 @@ class Transitions:
                 self.weights[edges] = compute_seconds(0.0, made, "float32", mesh.device)
             else:
                 assert share is not None
-                sent = self.nbytes[shape.leaves[edges]] * share[edges]
-                self.weights[edges] = collective_seconds(kind, mesh.levels(axes), sent)
+                before, after = self.nbytes[shape.leaves[edges]], self.nbytes[shape.enters[edges]]
+                self.weights[edges] = collective_seconds(kind, mesh.levels(axes), before * share[edges])
+                self.weights[edges] += packing_seconds(kind, before, after, mesh)
         self.weights += STEP
 
     @staticmethod
