@@ -141,7 +141,7 @@ def _decide(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None, d
     draft.taken = {n: dict(decided.calls.get(n.name, {})) for n in graph.calls()}
     draft.params |= decided.params
     draft.notes += _batch_notes(graph, mesh)
-    check_pins(graph, factored, options.pin)
+    check_pins(graph, factored, options.pin, mesh)
     stage = stage_asked(graph, mesh, options)
     tables = _tables(draft, decided, decide is not None, stage)
     if decide is None:
