@@ -13,7 +13,6 @@ a tensor that comes whole from outside. However many calls need a tensor in one 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +21,15 @@ import torch.fx as fx
 
 from .factors import Factored
 from .given import pinned_calls
-from .graph import Graph, is_getitem, is_tensor, tensor_operands
+from .graph import Graph, is_tensor, tensor_operands, values_of
 from .groups import single
 from .joint import Builder, Cost, Joint, Member, itemsize
-from .layout import Layout
 from .mesh import Mesh
 from .plan import Plan
 from .planner import Options
 from .resting import Rests, stage_asked
 from .saved import saved_bytes, saved_values
-from .states import Prices, States, layout_states, local_bytes
+from .states import Prices, States, local_bytes
 from .strategies import Seen, is_view, marked_atoms
 from .tables import FREE
 
@@ -106,8 +104,11 @@ class Untied:
         self.tensors: list[Tensor] = []
         self.beyond: list[str] = []
         self._open: dict[fx.Node, _Open] = {}
+        self._resting: dict[str, tuple[int, list[State]]] = {}
+        self._params: set[fx.Node] = set()
         self._whole: tuple[int, ...] = (0,) * len(self.prices.axes)
         self._priced: dict[Any, np.ndarray] = {}
+        self._alive: list[States] = []
         self._views = _forward_views(graph)
         self._inputs()
         self._calls()
@@ -117,24 +118,22 @@ class Untied:
     # parts
     def _inputs(self) -> None:
         graph, options = self.graph, self.options
-        marked = marked_atoms(graph, self.factored)
-        rests = Rests(self.factored, self.prices, options, marked, stage_asked(graph, self.prices.mesh, options), {})
+        marked, stage = marked_atoms(graph, self.factored), stage_asked(graph, self.prices.mesh, options)
+        rests = Rests(self.factored, self.prices, options, marked, stage, {})
         trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
-        self._resting: dict[str, tuple[int, list[State]]] = {}
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         for node in graph.fx.nodes:
             role = roles.get(node)
             if role is not None and role.kind == "param":
                 name = str(role.name)
                 rest = rests.of(node, name, role.name in trained)
-                states = _states(rest.states, self.factored, node, self.prices.names)
                 at = rest.layouts.index(self.plan.resting[name])
-                part = Part(name, rest.seconds, rest.nbytes, at, float(rest.seconds[at]))
-                self._open[node] = _Open(self._add(part), states)
-                self._resting[name] = self._open[node].giver, states
+                part = self._add(Part(name, rest.seconds, rest.nbytes, at, float(rest.seconds[at])))
+                states = self._of(node, [rest.states])
+                self._open[node], self._resting[name] = _Open(part, states), (part, states)
+                self._params.add(node)
             elif node.op in ("placeholder", "get_attr") and is_tensor(node):
-                part = Part(node.name, np.zeros(1), np.zeros(1))
-                self._open[node] = _Open(self._add(part), [self._unsplit(node)])
+                self._open[node] = _Open(self._add(Part(node.name, np.zeros(1), np.zeros(1))), [self._unsplit(node)])
 
     def _add(self, part: Part) -> int:
         self.parts.append(part)
@@ -144,48 +143,48 @@ class Untied:
         return self._whole, ((),) * sum(map(len, self.factored.dims[node])), ()
 
     def _calls(self) -> None:
-        graph, mesh = self.graph, self.prices.mesh
+        graph = self.graph
         marked, pins = marked_atoms(graph, self.factored), pinned_calls(graph, self.options.pin)
         legal = Builder(graph, self.factored, self.prices, marked, {}, pins, grouped=False)
         given = Builder(graph, self.factored, self.prices, marked, self.plan.choices, {}, grouped=False)
         saved = saved_values(graph, self.factored) if self.options.memory is not None else frozenset()
+        names = self.prices.names
         for group in single(graph.calls()):
             (node,) = group.calls
             made, (member,) = legal.of(group)
-            chosen = {a: self.plan.choices[node.name].get(a) for a in self.prices.names}
-            at = [i for i in range(len(made.joint)) if made.choice(0, i, self.prices.names) == chosen]
             every = [(made, member)]
-            if not at:
-                every.append(given.of(group)[:1] + (given.of(group)[1][0],))
+            choice = {a: self.plan.choices[node.name].get(a) for a in names}
+            at = next((i for i in range(len(made.joint)) if made.choice(0, i, names) == choice), len(made.joint))
+            if at == len(made.joint):
+                beyond, (member,) = given.of(group)
+                every.append((beyond, member))
                 self.beyond.append(node.name)
-                at = [len(made.joint)]
-            self._call(node, every, at[0], saved)
-        assert mesh is self.prices.mesh
+            self._call(node, every, at, saved)
 
     def _call(self, node: fx.Node, every: list[tuple[Joint, Member]], at: int, saved: frozenset[fx.Node]) -> None:
         """A call's columns, those that hold and need the same made one."""
-        outs = {0: node} if is_tensor(node) else {int(u.args[1]): u for u in node.users if is_getitem(u)}  # type: ignore[arg-type]
-        outs = {i: v for i, v in outs.items() if is_tensor(v)}
+        outs = {i: v for i, v in enumerate(values_of(node)) if v is not None and is_tensor(v)}
         operands = self.factored.operands[node]
-        names = self.prices.names
-        gives = {i: [s for j, _ in every for s in _states(j.gives(0, i), self.factored, v, names)] for i, v in outs.items()}
-        needs = [[s for j, _ in every for s in _states(j.needs(0, k), self.factored, o, names)] for k, o in enumerate(operands)]
+        gives = [self._of(v, [j.gives(0, i) for j, _ in every]) for i, v in outs.items()]
+        needs = [self._of(o, [j.needs(0, k) for j, _ in every]) for k, o in enumerate(operands)]
         seconds = np.concatenate([_seconds(j, m, self.prices) for j, m in every])
-        nbytes = np.concatenate([saved_bytes(j, [m], self.prices, saved) if saved else np.zeros(len(j.joint)) for j, m in every])
+        nbytes = np.concatenate([_bytes(j, m, self.prices, saved) for j, m in every])
         first: dict[Any, int] = {}
-        rows = [(*(g[x] for g in gives.values()), *(n[x] for n in needs), float(nbytes[x])) for x in range(len(seconds))]
+        rows = zip(*gives, *needs, nbytes.tolist(), strict=True)
         merged = [first.setdefault(row, len(first)) for row in rows]
+        kept = [merged.index(i) for i in range(len(first))]
         least = np.full(len(first), np.inf)
         np.minimum.at(least, merged, seconds)
-        kept = [merged.index(i) for i in range(len(first))]
         i = self._add(Part(node.name, least, nbytes[kept], merged[at], float(seconds[at])))
-        for out, value in outs.items():
-            self._open[value] = _Open(i, [gives[out][x] for x in kept])
+        for value, states in zip(outs.values(), gives, strict=True):
+            self._open[value] = _Open(i, [states[x] for x in kept])
         late = bool(node.meta.get("backward"))
-        for k, operand in enumerate(operands):
-            self._read(operand, i, [needs[k][x] for x in kept], late)
-            if node in self._views and not late:
-                self._read(operand, i, [needs[k][x] for x in kept], True)
+        for operand, states in zip(operands, needs, strict=True):
+            for phase in {late, late or node in self._views}:
+                self._read(operand, i, [states[x] for x in kept], phase)
+
+    def _of(self, value: fx.Node, every: list[States]) -> list[State]:
+        return [s for states in every for s in _states(states, self.factored, value, self.prices.names)]
 
     def _read(self, value: fx.Node, reader: int, states: list[State], late: bool) -> None:
         if all(s == self._unsplit(value) for s in (*states, *self._open[value].held)):
@@ -218,12 +217,15 @@ class Untied:
         giver = np.array([number[0][s] for s in one.held])
         return Tensor(value, one.giver, giver, self._priced[key], kept, reads, self._twice(value))
 
+    def _base(self, value: fx.Node) -> list[fx.Node]:
+        """A value, what it is a view of, what that is a view of."""
+        found = [value]
+        while found[-1] in self._views:
+            found += tensor_operands(found[-1])
+        return found
+
     def _twice(self, value: fx.Node) -> bool:
-        base = value
-        while base in self._views and len(tensor_operands(base)) == 1:
-            base = tensor_operands(base)[0]
-        param = base.op == "placeholder" and self.graph.inputs[self.graph.placeholders.index(base)].kind == "param"
-        return self.options.zero == 3 and param
+        return self.options.zero == 3 and self._base(value)[-1] in self._params
 
     def _price(self, lengths: tuple[int, ...], size: int, have: list[State], want: list[State]) -> np.ndarray:
         """Pair by pair as `collective.path` has it: only the factors that these two use may be split on the way."""
@@ -234,11 +236,11 @@ class Untied:
                 by_use.setdefault(frozenset(c for c in (*h[0], *w[0]) if c > 0), []).append((i, j))
         for pairs in by_use.values():
             rows, columns = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
-            table = self.prices.between(lengths, size, _made([have[i] for i in rows]), _made([want[j] for j in columns]))
-            self.prices._known.clear()
-            at = {i: n for n, i in enumerate(rows)}, {j: n for n, j in enumerate(columns)}
+            held, needed = _made([have[i] for i in rows]), _made([want[j] for j in columns])
+            self._alive += [held, needed]  # prices are known by the identity of states
+            table = self.prices.between(lengths, size, held, needed)
             for i, j in pairs:
-                out[i, j] = table[at[0][i], at[1][j]]
+                out[i, j] = table[rows.index(i), columns.index(j)]
         return out
 
     # the plan
@@ -256,23 +258,35 @@ class Untied:
         return found
 
     def _again(self, value: fx.Node) -> bool:
-        while value.name not in self.plan.again and value in self._views and len(tensor_operands(value)) == 1:
-            value = tensor_operands(value)[0]
-        return value.name in self.plan.again
+        return any(v.name in self.plan.again for v in self._base(value))
+
+    def nbytes(self) -> float:
+        """Bytes of the plan: at rest, saved, and copies kept from forward to backward."""
+        total = sum(float(p.nbytes[p.chosen]) for p in self.parts)
+        for t in self.tensors:
+            held = t.held[self.parts[t.giver].chosen]
+            states = [{int(r.wants[self.parts[r.reader].chosen]) for r in t.reads if r.late == late} for late in (0, 1)]
+            if not t.again and not self._again(t.node):
+                total += sum(float(t.kept[w]) for w in states[0] & states[1] if t.price[held, w] > FREE)
+        return total
 
 
 def _forward_views(graph: Graph) -> frozenset[fx.Node]:
     """Views made in forward that backward reads, maybe through another."""
     found: set[fx.Node] = set()
     for node in reversed(list(graph.calls())):
-        if is_view(node) and not node.meta.get("backward") and len(tensor_operands(node)) == 1:
-            if any(u.meta.get("backward") or u in found for u in node.users):
-                found.add(node)
+        looks = is_view(node) and not node.meta.get("backward") and len(tensor_operands(node)) == 1
+        if looks and any(u.meta.get("backward") or u in found for u in node.users):
+            found.add(node)
     return frozenset(found)
 
 
 def _seconds(made: Joint, member: Member, prices: Prices) -> np.ndarray:
     return np.zeros(len(made.joint)) if is_view(member.node) else Cost(made, prices).call(0)
+
+
+def _bytes(made: Joint, member: Member, prices: Prices, saved: frozenset[fx.Node]) -> np.ndarray:
+    return saved_bytes(made, [member], prices, saved) if saved else np.zeros(len(made.joint))
 
 
 def _states(states: States, factored: Factored, value: fx.Node, names: tuple[str, ...]) -> list[State]:
