@@ -205,7 +205,8 @@ class _Contraction:
         for i, call in enumerate(self.calls):
             group = found.setdefault(self.find(i), Group())
             group.calls.append(call.node)
-            group.lead.append(call.kind not in _LOOKS)
+            follows = any(m >= 0 and self.find(m) == self.find(i) for m in call.makers)
+            group.lead.append(call.kind not in _LOOKS or not (follows or i in self.looked))
             group.looked.append(i in self.looked)
         for group in found.values():
             if not any(group.lead):
