@@ -12,8 +12,10 @@ All mesh axes are decided together. A role restricts the choices on an axis (`st
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
@@ -32,6 +34,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .placement import split_of
 from .plan import Plan
+from .polish import polish
 from .reasons import Reasons
 from .resting import Rests, small_notes, stage_asked, stage_of
 from .rules.split import Split
@@ -89,6 +92,19 @@ class Draft:
         return split_of(self.factored, self.mesh, node, self.taken.get(node, {}))
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage collection off: the planner makes many objects that stay, and each sweep would visit all of them."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@no_collection()
 def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None = None) -> tuple[Graph, Plan]:
     """Decide everything. Returns the graph too: calls may have been decomposed so that a factor could be split.
 
@@ -184,7 +200,8 @@ def _tables(draft: Draft, decided: Decided, every: bool, stage: int | str) -> Ta
 def _solution(draft: Draft, tables: Tables) -> tuple[Solution, frozenset[str]]:
     """The best values, within the memory where there is a limit, and what backward makes again."""
     if draft.options.memory is None or draft.params:
-        return solve(tables.problem, hubs=tables.hubs()), frozenset()
+        hubs = [] if draft.params else tables.hubs()
+        return polish(tables.problem, tables.codes(), solve(tables.problem, hubs=hubs), hubs), frozenset()
     return within(tables, draft.options.memory, saved_values(draft.graph, draft.factored))
 
 

@@ -17,13 +17,15 @@ the answer says how far from the least it can be. The same where the joint table
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-LIMIT = 30_000_000
+LIMIT = 6_000_000
 """Entries of the largest table that elimination may build."""
 
 SLACK = 1000
@@ -103,8 +105,8 @@ class Store:
 def solve(problem: Problem, store: Store | None = None, hubs: Iterable[int] = ()) -> Solution:
     """The values with the least sum. `hubs`: variables to set aside, beside those with many neighbours."""
     store = store or Store()
-    free = [i for i, u in enumerate(problem.unary) if len(u) > 1]
-    hubs = sorted({*_hubs(problem, free), *(h for h in hubs if len(problem.unary[h]) > 1)})
+    aside = {h for h in hubs if len(problem.unary[h]) > 1}
+    hubs = sorted({*aside, *_hubs(problem, aside)[0]})
     if not hubs:
         values, complete = _Elimination(problem, {}, store).run()
         cost = objective(problem, values)
@@ -118,13 +120,51 @@ def objective(problem: Problem, values: list[int]) -> float:
     return total + sum(float(t[values[i], values[j]]) for (i, j), t in problem.pairs.items())
 
 
-def _hubs(problem: Problem, free: Iterable[int]) -> list[int]:
-    count = dict.fromkeys(free, 0)
+def _hubs(problem: Problem, aside: set[int], many: int = MANY) -> tuple[list[int], int]:
+    """Variables to set aside beside `aside`, and the entries of all tables of the elimination without them.
+
+    Those with more than `many` neighbours; and where elimination, played through without tables, would still pass
+    `LIMIT`, the one with most neighbours there.
+    """
+    sizes = {i: len(u) for i, u in enumerate(problem.unary) if len(u) > 1 and i not in aside}
+    near: dict[int, set[int]] = {i: set() for i in sizes}
     for i, j in problem.pairs:
-        if i in count and j in count:
-            count[i] += 1
-            count[j] += 1
-    return [i for i, n in count.items() if n > MANY]
+        if i in near and j in near:
+            near[i].add(j)
+            near[j].add(i)
+    hubs, entries = [i for i, n in near.items() if len(n) > many], 0
+    for h in hubs:
+        _remove(near, h)
+    heap = [(_joint_size(near, sizes, i), i) for i in near]
+    heapq.heapify(heap)
+    while near:
+        weight, v = heapq.heappop(heap)
+        if v not in near or weight != _joint_size(near, sizes, v):
+            continue  # since pushed, a neighbour has gone; it was pushed again
+        if weight > LIMIT:
+            heapq.heappush(heap, (weight, v))
+            v = max(near, key=lambda w: (len(near[w]), -sizes[w]))
+            hubs.append(v)
+            touched = _remove(near, v)
+        else:
+            entries += weight
+            touched = _remove(near, v)
+            for w in touched:
+                near[w] |= touched - {w}
+        for w in touched:
+            heapq.heappush(heap, (_joint_size(near, sizes, w), w))
+    return hubs, entries
+
+
+def _remove(near: dict[int, set[int]], v: int) -> set[int]:
+    touched = near.pop(v)
+    for w in touched:
+        near[w].discard(v)
+    return touched
+
+
+def _joint_size(near: dict[int, set[int]], sizes: dict[int, int], v: int) -> int:
+    return math.prod(sizes[w] for w in near[v]) * sizes[v]
 
 
 def relaxed(problem: Problem, hubs: set[int], store: Store) -> float:
@@ -172,8 +212,32 @@ def _with_hubs(problem: Problem, hubs: list[int], store: Store) -> Solution:
         if best is None or cost < best[0]:
             best = (cost, list(values))
     assert best is not None
+    best, bound = _freed(problem, hubs, best, bound, store)
     best = _one_by_one(problem, hubs, near, best, bound, store)
     return Solution(best[1], best[0], min(bound, best[0]))
+
+
+def _freed(
+    problem: Problem, hubs: list[int], best: tuple[float, list[int]], bound: float, store: Store
+) -> tuple[tuple[float, list[int]], float]:
+    """Solve with one hub free and the others fixed, hub after hub, while that helps; the bounds of the same kind."""
+    free = []
+    for h in hubs[:FREED]:
+        more, entries = _hubs(problem, set(hubs) - {h}, len(problem.unary))
+        if not more and entries <= WORTH:
+            free.append(h)
+    for h in free:
+        if best[0] - bound > ENOUGH * abs(bound):
+            bound = max(bound, relaxed(problem, set(hubs) - {h}, store))
+    better = True
+    while better and best[0] - bound > ENOUGH * abs(bound):
+        better = False
+        for h in free:
+            values, _ = _Elimination(problem, {g: best[1][g] for g in hubs if g != h}, store).run()
+            cost = objective(problem, values)
+            if cost < best[0] - 1e-12 * abs(best[0]):
+                best, better = (cost, values), True
+    return best, bound
 
 
 def _bettered(problem: Problem, near: dict, values: list[int]) -> dict[int, int]:
@@ -185,6 +249,12 @@ def _bettered(problem: Problem, near: dict, values: list[int]) -> dict[int, int]
 
 ENOUGH = 1e-3
 """A relative gap below which hubs are not searched further."""
+
+FREED = 8
+"""So many hubs are freed at most."""
+
+WORTH = 20_000_000
+"""Entries of all tables up to which a hub is freed."""
 
 TRIES = 8
 """Values of hubs that are tried with all else solved anew, the likeliest first."""

@@ -62,6 +62,15 @@ class _Reads:
     backward: dict[int, States] = field(default_factory=dict)
 
 
+def _codes(variable: Variable) -> np.ndarray:
+    if variable.joint is None:
+        assert variable.resting is not None
+        return np.array(variable.resting.states.unique, dtype=np.intp)
+    made = variable.joint
+    columns = [np.array([0 if v is None else 1 + i for i, v in enumerate(values)]) for values in made.values]
+    return np.stack([c[made.joint[:, i]] for i, c in enumerate(columns)], axis=1) if columns else made.joint
+
+
 class Tables:
     """Builds the `Problem`. `again`: parameters are gathered again for backward whatever memory costs (ZeRO-3)."""
 
@@ -86,6 +95,17 @@ class Tables:
     def add_parameter(self, node: fx.Node, name: str, resting: Resting) -> None:
         self._param[node] = self.problem.variable(resting.seconds)
         self.variables.append(Variable(name=name, resting=resting))
+
+    def codes(self) -> list[np.ndarray]:
+        """Per variable (values, axes): 0 where a value does nothing on an axis, else which of the things it may do."""
+        known: dict[int, np.ndarray] = {}
+        found = []
+        for variable in self.variables:
+            of = variable.joint or variable.resting
+            if id(of) not in known:
+                known[id(of)] = _codes(variable)
+            found.append(known[id(of)])
+        return found
 
     def memory(self, saved: frozenset[fx.Node]) -> list[np.ndarray]:
         """Per variable and value the bytes that it keeps; see `saved.py`."""

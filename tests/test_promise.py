@@ -9,7 +9,12 @@ from cases.oracle import Eager
 from compare import all_too_far, allowed, exact_copy, exact_inputs
 from zoo import ZOO
 
-MESHES: dict[str, dict[str, Any]] = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "dp2xtp2": {"dp": 2, "tp": 2}}
+MESHES: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "dp2xtp2": {"dp": 2, "tp": 2},
+    "free2x2x2": {"a": 2, "b": 2, "c": 2},
+}
 LR, EPS = 1e-2, 1e-2
 FAST = {"llama", "gpt2", "bert", "vit", "mixtral", "unet", "dit"}
 

@@ -92,6 +92,15 @@ def bert() -> Entry:
     return model, {"input_ids": x, "labels": x.clone(), "attention_mask": mask}
 
 
+def masked(family: str, **settings: Any) -> Entry:
+    """A masked language model on padded rows."""
+    x = ids()
+    x[1, 9:] = 1
+    sizes = ENCODER | {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 1} | settings
+    model = transformer(f"{family}ForMaskedLM", f"{family}Config", **sizes)
+    return model, {"input_ids": x, "labels": x.clone(), "attention_mask": (x != 1).long()}
+
+
 def t5() -> Entry:
     sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
     more: dict[str, Any] = {"vocab_size": VOCAB, "use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0}
@@ -223,6 +232,14 @@ BUILD: dict[str, Callable[[], Entry]] = {
     "swin": swin,
     "unet": unet,
     "dit": dit,
+    "gemma": lambda: language("Gemma", head_dim=8),
+    "phi3": lambda: language("Phi3"),
+    "olmo2": lambda: language("Olmo2"),
+    "stablelm": lambda: language("StableLm"),
+    "granite": lambda: language("Granite"),
+    "roberta": lambda: masked("Roberta"),
+    "electra": lambda: masked("Electra", embedding_size=16),
+    "deit": lambda: image("DeiT", image_size=32, patch_size=8, **ENCODER),
 }
 
 
