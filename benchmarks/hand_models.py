@@ -121,7 +121,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("*.[qkv]_proj",), ("model.lm_head", "model.lm_head.weight"),
     ),
     "vit": Architecture(
-        vit, ((512, 224), (128, 384), (32, 768)), ("model.vit.layers.[0-9]",), ("*.layernorm_*",),
+        vit, ((512, 224), (128, 384), (32, 768)), ("model.vit.layers.[0-9]",),
+        ("*.layernorm_before", "*.layernorm_after"),
         {"*.[qkv]_proj.*": 0, "*.o_proj.weight": 1, "*.fc1.*": 0, "*.fc2.weight": 1},
         ("*.[qkv]_proj", "*.fc1"), ("model.classifier", "model.classifier.weight"),
     ),

@@ -82,7 +82,7 @@ def distinct() -> tuple[Any, dict]:
     with torch.device("meta"):
         for i, layer in enumerate(model.model.layers):
             width = 8192 + 256 * i
-            mlp = layer.mlp
+            mlp: Any = layer.mlp
             mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(4096, width, bias=False) for _ in range(2))
             mlp.down_proj = torch.nn.Linear(width, 4096, bias=False)
     torch.set_default_dtype(torch.float32)
@@ -101,7 +101,8 @@ def measure(model: str, layers: int, mesh: str) -> dict[str, Any]:
     from meshwright.passes.lower import lower
 
     module, batch = MODELS[model]() if model in MODELS else causal(llama(model, layers))
-    axes, links = MESHES[mesh]
+    axes: Any = MESHES[mesh][0]
+    links = MESHES[mesh][1]
     clock, row = time.process_time, {}
     start = clock()
     graph = capture(module, (), batch, loss=lambda out, target: out.loss)

@@ -101,6 +101,8 @@ class _Contraction:
         if rule.flops >= HEAVY:
             return "heavy"
         if len(call.operands) == 1 and frozenset((0,)) in rule.linear:
+            if _numel(call.node) == 1 < _numel(call.operands[0]):
+                return "other"  # to gather a short vector may be faster than to reduce one number
             grows = _numel(call.node) > _numel(call.operands[0])
             wider = _tensors(call.node)[0].dtype.itemsize > _tensors(call.operands[0])[0].dtype.itemsize
             return "grows" if grows else "widens" if wider else "follower"
@@ -139,6 +141,8 @@ class _Contraction:
                     first[seq] = i
                 continue
             other = self.calls[first[seq]]
+            if not call.node.meta.get("backward"):  # no gradient goes through it: the number is its neighbour's
+                continue
             if other.kind == call.kind and (call.space <= other.space or other.space <= call.space):
                 self.join(first[seq], i)
 
@@ -175,6 +179,9 @@ class _Contraction:
         """A sum of what one group makes stays there; a chain goes on unless what it reads is read elsewhere too."""
         homes = {self.find(m) for m in makers}
         count = len(call.operands)
+        every = frozenset(range(count)) in call.shape.rule.linear
+        if every and len(makers) == count > 1 and not any(self.chained[h] for h in homes):
+            self.chained[self.find(i)] = False  # a sum of what may be partial sums (two embeddings) decides alone
         if len(homes) == 1 and len(makers) == count > 1 and frozenset(range(count)) in call.shape.rule.linear:
             self.join(i, makers[0])
         elif call.kind == "chain":

@@ -133,7 +133,7 @@ def _net(name: str, bandwidth: float, hops: tuple[float, float] = _NET, switch: 
 LINKS = {
     link.name: link
     for link in (
-        # gloo over TCP between processes of one machine, as measured by `mw.calibrate`, buffers filled and read included
+        # gloo over TCP between processes of one machine, as measured by `mw.calibrate`, buffers and all
         Link("loopback", 5.2e8, 6e-5, own=(("all_gather", (Line(0.0, 6e-5, 4.2e8),)),)),
         _link("pcie3", 15.75e9, 8e-6, _PCIE),  # PCI-SIG: 8 GT/s x16, 128b/130b
         _link("pcie4", 31.5e9, 8e-6, _PCIE),  # 16 GT/s x16

@@ -27,7 +27,7 @@ from .errors import PlanError
 from .factors import Factored, extended, factor_graph
 from .facts import with_facts
 from .given import check_pins, check_saved, pinned_calls
-from .graph import Graph, is_getitem, tensor_operands, where
+from .graph import Graph, is_getitem, is_tensor, tensor_operands, where
 from .groups import contract, single
 from .joint import Builder
 from .layout import Layout
@@ -193,6 +193,9 @@ def _tables(draft: Draft, decided: Decided, every: bool, stage: int | str) -> Ta
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         if role.kind == "param":
             tables.add_parameter(node, str(role.name), rests.of(node, str(role.name), role.name in trained))
+    for node in graph.fx.nodes:
+        if node.op in ("placeholder", "get_attr") and is_tensor(node) and node not in tables._param:
+            tables.add_input(node)
     tables.connect()
     return tables
 
@@ -218,7 +221,8 @@ def _take(draft: Draft, tables: Tables, values: list[int]) -> None:
     names = tables.prices.names
     for variable, value in zip(tables.variables, values, strict=True):
         if variable.joint is None:
-            assert variable.resting is not None
+            if variable.resting is None:
+                continue
             draft.params[variable.name] = variable.resting.layouts[value]
             continue
         for i, member in enumerate(variable.members):

@@ -203,6 +203,9 @@ class Reasons:
             if param.resting is not None:
                 yield from self._of_parameter(group, param)
                 return
+            if not param.members:
+                yield param.name
+                return
         made: dict[fx.Node, None] = {}
         for reader, giver in ((a, b), (b, a)):
             calls = {m.node for m in giver.members}
@@ -229,7 +232,7 @@ def _producer(value: fx.Node) -> fx.Node:
 
 
 def _name(variable: Variable) -> str:
-    if variable.resting is not None:
+    if not variable.members:
         return variable.name
     heavy = max(variable.members, key=lambda m: m.shape.rule.flops)
     return heavy.node.meta.get("module") or MODEL

@@ -28,6 +28,9 @@ import numpy as np
 LIMIT = 6_000_000
 """Entries of the largest table that elimination may build."""
 
+EASY = 1_000_000
+"""Entries of the largest table that is built to spare hubs."""
+
 SLACK = 1000
 """How much larger than the least a table may be for its variable to go in the same round, if it has two neighbours at
 most (which then gain none): the ends of a chain are cheaper than its middle, and would go one by one."""
@@ -107,6 +110,11 @@ def solve(problem: Problem, store: Store | None = None, hubs: Iterable[int] = ()
     store = store or Store()
     aside = {h for h in hubs if len(problem.unary[h]) > 1}
     hubs = sorted({*aside, *_hubs(problem, aside)[0]})
+    if hubs:
+        values, complete = _Elimination(problem, {}, store, EASY).run()
+        if complete:
+            cost = objective(problem, values)
+            return Solution(values, cost, cost)
     if not hubs:
         values, complete = _Elimination(problem, {}, store).run()
         cost = objective(problem, values)
@@ -285,8 +293,8 @@ def _alone(problem: Problem, near: dict, h: int) -> np.ndarray:
 class _Elimination:
     """One run. Tables are held by scope, the variables in ascending order."""
 
-    def __init__(self, problem: Problem, fixed: dict[int, int], store: Store):
-        self.problem, self.store = problem, store
+    def __init__(self, problem: Problem, fixed: dict[int, int], store: Store, limit: int = 0):
+        self.problem, self.store, self.limit = problem, store, limit or LIMIT
         self.sizes = [len(u) for u in problem.unary]
         self.values: dict[int, int] = dict(fixed) | {i: 0 for i, n in enumerate(self.sizes) if n == 1}
         self.tables: dict[int, dict[tuple[int, ...], np.ndarray]] = {
@@ -334,12 +342,14 @@ class _Elimination:
         weights = {v: self._weight(v) for v in self.tables}
         while self.tables:
             least = min(weights.values())
-            if least > LIMIT:
+            if least > self.limit:
+                if self.limit < LIMIT:
+                    return [], False
                 self._give_up(weights)
                 continue
             blocked: set[int] = set()
             touched: set[int] = set()
-            for w, v in sorted((w, v) for v, w in weights.items() if w <= min(LIMIT, least * SLACK)):
+            for w, v in sorted((w, v) for v, w in weights.items() if w <= min(self.limit, least * SLACK)):
                 if v in blocked or (w > least and len(self._near(v)) > 2):
                     continue
                 near = self._near(v)

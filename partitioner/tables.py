@@ -35,12 +35,14 @@ FREE = 2e-9
 
 @dataclass(eq=False)
 class Variable:
-    """A group (`members`, `joint`) or a parameter (`name`, `resting`)."""
+    """A group (`members`, `joint`), a parameter (`name`, `resting`), or the state in which several groups see a tensor
+    (`name`, `states`; an input's is whole)."""
 
     joint: Joint | None = None
     members: list[Member] = field(default_factory=list)
     name: str = ""
     resting: Resting | None = None
+    states: States | None = None
 
 
 @dataclass(eq=False)
@@ -54,6 +56,10 @@ class Copy:
     nbytes: np.ndarray
 
 
+Given = tuple[int, Any, States]
+"""The variable that decides a tensor's state, what the state is known by, and the states."""
+
+
 @dataclass
 class _Reads:
     """The states that one group needs of one tensor, by phase."""
@@ -64,8 +70,9 @@ class _Reads:
 
 def _codes(variable: Variable) -> np.ndarray:
     if variable.joint is None:
-        assert variable.resting is not None
-        return np.array(variable.resting.states.unique, dtype=np.intp)
+        states = variable.resting.states if variable.resting is not None else variable.states
+        assert states is not None
+        return np.array(states.unique, dtype=np.intp)
     made = variable.joint
     columns = [np.array([0 if v is None else 1 + i for i, v in enumerate(values)]) for values in made.values]
     return np.stack([c[made.joint[:, i]] for i, c in enumerate(columns)], axis=1) if columns else made.joint
@@ -81,9 +88,14 @@ class Tables:
         self._kept: list[tuple[fx.Node, int, int, States, list[States]]] = []
         self._group_of: dict[fx.Node, tuple[int, int]] = {}
         self._param: dict[fx.Node, int] = {}
+        self._input: dict[fx.Node, int] = {}
+        self._whole = States([(0,) * len(prices.axes)], np.zeros(1, dtype=np.intp))
         self._tables: dict[Any, np.ndarray] = {}
         self._copies: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._alive: list[Any] = []
+        self._copy_of: dict[fx.Node, tuple[int, Any, States]] = {}
+        self._copied_from: list[tuple[int, int]] = []
+        self._states: dict[Any, tuple] = {}
 
     def add_group(self, group: Group, builder: Builder) -> None:
         joint, members = builder.of(group)
@@ -101,11 +113,17 @@ class Tables:
         known: dict[int, np.ndarray] = {}
         found = []
         for variable in self.variables:
-            of = variable.joint or variable.resting
+            of = variable.joint or variable.resting or variable.states
             if id(of) not in known:
                 known[id(of)] = _codes(variable)
             found.append(known[id(of)])
         return found
+
+    def add_input(self, node: fx.Node) -> None:
+        """A tensor that comes whole: to take a part of it is a copy."""
+        self._input[node] = self.problem.variable(np.zeros(1))
+        self.variables.append(Variable(name=node.name, states=self._whole))
+
 
     def memory(self, saved: frozenset[fx.Node]) -> list[np.ndarray]:
         """Per variable and value the bytes that it keeps; see `saved.py`."""
@@ -117,8 +135,10 @@ class Tables:
                 key = (id(variable.joint), flags)
                 if key not in known:
                     known[key] = saved_bytes(variable.joint, variable.members, self.prices, saved)
+            elif variable.resting is None:
+                found.append(np.zeros(len(self.problem.unary[len(found)])))
+                continue
             else:
-                assert variable.resting is not None
                 key = (id(variable.resting), ())
                 if key not in known:
                     known[key] = variable.resting.nbytes
@@ -127,10 +147,42 @@ class Tables:
 
     def connect(self) -> None:
         """All pair tables."""
-        for h, variable in enumerate(self.variables):
-            if variable.joint is not None:
-                self._reads(h, variable)
+        found = [self._reads(v) if v.joint is not None else {} for v in self.variables]
+        readers: dict[fx.Node, list[_Reads]] = {}
+        for reads in found:
+            for value, one in reads.items():
+                readers.setdefault(value, []).append(one)
+        whole = self._whole
+        for value in dict.fromkeys(v for v in self.graph.output_values if v is not None and v in readers):
+            readers[value].append(_Reads({id(whole): whole}))
+        for h, reads in enumerate(found):
+            for value, one in reads.items():
+                given = self._giver(value)
+                if given is not None:
+                    given = self._copied(value, given, readers[value]) if len(readers[value]) > 1 else given
+                    self._edge(value, given, h, one)
         self._outputs()
+
+    def _copied(self, value: fx.Node, given: Given, readers: list[_Reads]) -> Given:
+        """A tensor that several groups read is resharded once for all: a variable of its own, its state as seen."""
+        if value in self._copy_of or value in self._param:
+            return self._copy_of.get(value, given)
+        g, known, have = given
+        wants = {i: s for r in readers for i, s in {**r.forward, **r.backward}.items()}
+        key = ("copied", known, tuple(sorted(wants)), itemsize(value))
+        if key not in self._states:
+            unique = dict.fromkeys(c for s in (have, *wants.values()) for c in s.unique)
+            made = States(list(unique), np.arange(len(unique)))
+            self._states[key] = (made, np.zeros(len(unique)), self._spread(value, have, made), wants)
+        made, zeros, table, _ = self._states[key]
+        c = self.problem.variable(zeros)
+        self.variables.append(Variable(name=value.name, states=made))
+        self._copied_from.append((g, c))
+        self.problem.pair(g, c, table)
+        if any(r.forward for r in readers) and any(r.backward for r in readers):
+            self._kept.append((value, g, c, have, [made]))
+        self._copy_of[value] = (c, ("copy", id(made)), made)
+        return self._copy_of[value]
 
     def hubs(self) -> list[int]:
         """Groups that depend on no parameter and are read by groups that do: masks, positions, read by every layer."""
@@ -139,6 +191,7 @@ class Tables:
             for m in variable.members:
                 if any((g := self._giver(o)) and g[0] in moved for o in m.operands):
                     moved.add(i)
+        moved |= {c for g, c in self._copied_from if g in moved}
         ends = [p for p in self.problem.pairs if (p[0] in moved) != (p[1] in moved)]
         return sorted({i for p in ends for i in p if i not in moved})
 
@@ -155,9 +208,11 @@ class Tables:
             resting = self.variables[i].resting
             assert resting is not None
             return i, id(resting), resting.states
+        if producer in self._input:
+            return self._input[producer], ("input", tuple(map(len, self.factored.dims[value]))), self._whole
         return None
 
-    def _reads(self, h: int, reader: Variable) -> None:
+    def _reads(self, reader: Variable) -> dict[fx.Node, _Reads]:
         found: dict[fx.Node, _Reads] = {}
         for call, m in enumerate(reader.members):
             late = bool(m.node.meta.get("backward"))
@@ -170,10 +225,7 @@ class Tables:
                     (reads.backward if late else reads.forward)[id(need)] = need
                     if looks and operand in self._param:  # backward makes such a view again, from a gather of its own
                         reads.backward[id(need)] = need
-        for value, reads in found.items():
-            given = self._giver(value)
-            if given is not None:
-                self._edge(value, given, h, reads)
+        return found
 
     def _edge(self, value: fx.Node, given: tuple[int, Any, States], h: int, reads: _Reads) -> None:
         g, known, have = given
@@ -234,7 +286,7 @@ class Tables:
             given = self._giver(value) if value is not None and is_tensor(value) else None
             if given is None or value is None:
                 continue
-            g, known, have = given
+            g, known, have = given = self._copy_of.get(value, given)
             if role.kind == "grad":
                 p = self._param[params[role.name]]
                 resting = self.variables[p].resting
@@ -242,9 +294,8 @@ class Tables:
                 self.problem.pair(g, p, self._known(("grad", known, id(resting)), value, have, resting.states))
             elif value not in seen:
                 seen.add(value)
-                whole = States([(0,) * len(self.prices.axes)], np.zeros(1, dtype=np.intp))
-                self._alive.append(whole)
-                table = self._known(("out", known, tuple(map(len, self.factored.dims[value]))), value, have, whole)
+                lengths = tuple(map(len, self.factored.dims[value]))
+                table = self._known(("out", known, lengths), value, have, self._whole)
                 self.problem.add(g, table[:, 0])
 
     def _known(self, key: Any, value: fx.Node, have: States, want: States) -> np.ndarray:

@@ -342,7 +342,7 @@ def test_a_model_with_an_unknown_op_equals_one_device(axes: dict[str, int]):
     torch.manual_seed(0)
     model, x = Net(), torch.randn(5, 6)
     exact, eager = Eager(exact_copy(model), loss=squared), Eager(exact_copy(model).float(), loss=squared)
-    compiled: Any = mw.compile(model, mw.Mesh(device=None, links=None, **axes), loss=squared)
+    compiled: Any = mw.compile(model, mw.Mesh(device=None, links=None, calibration=None, **axes), loss=squared)
     got, one, true = [{"": t.step(i)} | t.gather("grads") for t, i in ((compiled, x), (eager, x), (exact, x.double()))]
     assert not all_too_far("step", got, one, true)
     assert "rule of discovery::flip discovered: a b -> a b (b whole)" in compiled.plan.notes

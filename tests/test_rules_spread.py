@@ -109,7 +109,7 @@ def test_a_split_batch_is_reduced_as_on_one_device(axes: dict[str, int]):
     torch.manual_seed(0)
     model, x = Spread(), torch.randn(7, 6)
     exact, eager = Eager(exact_copy(model), loss=total), Eager(exact_copy(model).float(), loss=total)
-    compiled: Any = mw.compile(model, mw.Mesh(device=None, links=None, **axes), loss=total)
+    compiled: Any = mw.compile(model, mw.Mesh(device=None, links=None, calibration=None, **axes), loss=total)
     got, one, true = [{"": t.step(i)} | t.gather("grads") for t, i in ((compiled, x), (eager, x), (exact, x.double()))]
     assert not all_too_far("step", got, one, true)
     if "dp" in axes:

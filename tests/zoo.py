@@ -96,8 +96,8 @@ def masked(family: str, **settings: Any) -> Entry:
     """A masked language model on padded rows."""
     x = ids()
     x[1, 9:] = 1
-    sizes = ENCODER | {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 1} | settings
-    model = transformer(f"{family}ForMaskedLM", f"{family}Config", **sizes)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 1}
+    model = transformer(f"{family}ForMaskedLM", f"{family}Config", **ENCODER, **sizes, **settings)
     return model, {"input_ids": x, "labels": x.clone(), "attention_mask": (x != 1).long()}
 
 
