@@ -67,7 +67,7 @@ def test_unknown_names_list_the_known():
 
 def test_a_link_without_lines_has_its_latency_and_bandwidth():
     loop = LINKS["loopback"]
-    assert loop.lines_of("all_gather") == (Line(0.0, loop.latency, loop.bandwidth),)
+    assert loop.lines_of("all_reduce") == (Line(0.0, loop.latency, loop.bandwidth),)
 
 
 def test_mesh_with_a_slow_and_a_fast_axis():

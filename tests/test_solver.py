@@ -47,6 +47,7 @@ def test_leaves_the_problem_as_it_was():
 @pytest.mark.parametrize("limit", [1, 5, 20])
 def test_beyond_the_limit_it_is_a_legal_upper_bound(monkeypatch: pytest.MonkeyPatch, limit: int):
     monkeypatch.setattr(solver, "LIMIT", limit)
+    monkeypatch.setattr(solver, "EASY", limit)
     inexact, met = 0, 0
     for seed in range(100):
         problem = random_problem(seed, density=0.9)
