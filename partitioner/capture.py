@@ -9,7 +9,6 @@ canonical ops of `kernels` before tracing; random ops are replaced after it by o
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from .aot import export
 from .batch import batch_of
 from .call import Call, Joint
 from .canonical import clean, place_random_ops, start_from_loss
+from .collection import no_collection
 from .errors import CaptureError
 from .graph import Graph
 from .lines import line_of
@@ -72,7 +72,7 @@ def capture(
         CaptureError: the program depends on data in a way no fixed graph can hold; names the user's line.
     """
     call = Call(program, args, kwargs, target, loss)
-    with _named_faults(program), _no_collection():
+    with _named_faults(program), no_collection():
         joint = _traced(call, backward)
         graph, roles = joint.graph, joint.inputs
         _refuse_sparse(joint)
@@ -178,18 +178,6 @@ def _watching(program: nn.Module, at: Callable[[str], None]) -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_cache_enabled(cache)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: a trace makes many objects and little garbage, and each collection visits all of them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def call_seconds(node: fx.Node, shape: Shape, split: Split, operands: list[torch
         for f, sizes in shape.leaves.items()
         for i, n in enumerate(sizes)
     }
-    share = math.prod(n / max(1, shape.leaves[f][i]) for (f, i), n in local.items())
+    share = math.prod(n / shape.leaves[f][i] for (f, i), n in local.items() if shape.leaves[f][i])
     product = None
     if shape.rule.flops >= HEAVY and {"m", "n", "k"} <= shape.leaves.keys():
         m, n, k = (math.prod(local[f, i] for i in range(len(shape.leaves[f]))) for f in "mnk")

@@ -12,15 +12,14 @@ All mesh axes are decided together. A role restricts the choices on an axis (`st
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
 from .budget import within
+from .collection import no_collection
 from .cost import call_seconds
 from .decompose import decompose_calls
 from .errors import PlanError
@@ -90,18 +89,6 @@ class Draft:
 
     def split(self, node: fx.Node) -> Split:
         return split_of(self.factored, self.mesh, node, self.taken.get(node, {}))
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Garbage collection off: the planner makes many objects that stay, and each sweep would visit all of them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @no_collection()

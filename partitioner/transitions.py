@@ -23,7 +23,7 @@ from .collective_cost import collective_seconds
 from .compute_cost import compute_seconds
 from .layout import piece
 from .mesh import Mesh
-from .moves import LOCAL_KINDS, Marks, Move, State, moves, relabelings
+from .moves import LOCAL_KINDS, Move, State, moves, relabelings
 
 STEP = 1e-9
 """Seconds that a move costs beside its price, so that of equal ways the shorter wins."""
@@ -207,7 +207,3 @@ def open_factors(used: set[int], lengths: Sequence[int]) -> tuple[int, ...]:
     """The factors that may be split on the way: those that some end splits, and the longest of the others."""
     spare = sorted((i for i in range(len(lengths)) if i not in used), key=lambda i: -lengths[i])
     return tuple(sorted([*used, *spare[:1]]))
-
-
-def marks_of(axes: Sequence[Sequence[str]]) -> Marks:
-    return tuple(tuple(a) for a in axes)
