@@ -19,5 +19,9 @@ class LawError(MeshwrightError):
     """A pass broke a law: a defect of the compiler. The message names law, pass, node, neighbours, source line."""
 
 
+class ScheduleError(MeshwrightError):
+    """A schedule cannot be read, made or run; the message names rank and action, the cycle or the missing partner."""
+
+
 class CalibrationError(MeshwrightError):
     """A calibration cannot be read, or is not one of this machine; the message names the file and the field."""

@@ -1,0 +1,262 @@
+"""Proves a schedule before anything runs. Six laws, each checked only where those before it hold:
+
+placed     every action names a stage of its rank, a micro-batch, and an edge that leaves the rank
+once       each F, each B and W (or BW) once for every stage and micro-batch; each transfer once, at both ends
+ordered    on its rank, each action stands after what it needs
+in flight  no rank holds more between F and W than the bound
+shared     what a rank sends to another and what the other receives stand in one order
+no cycle   no deadlock (`rendezvous`)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .action import COMPUTE, SENDS, TRANSFERS, WHOLE_STAGE, Action
+from .errors import ScheduleError
+from .rendezvous import Mode, deadlock, meeting
+from .schedule import Edge, Flow, Schedule, flow
+
+SHOWN = 20
+"""Faults of one kind that an error spells out."""
+
+
+def validate(
+    schedule: Schedule,
+    edges: Collection[Edge] | None = None,
+    gradients: Collection[Edge] | None = None,
+    *,
+    bound: Sequence[int] | None = None,
+    mode: Mode = "blocking",
+) -> None:
+    """Returns if the schedule is legal.
+
+    Args:
+        schedule: with its transfers.
+        edges, gradients: between stages, as for `with_transfers`.
+        bound: per rank, the most pairs of a stage and a micro-batch that may be in flight (`in_flight_bound`).
+        mode: "blocking": every transfer blocks both ranks until it has happened. "batched": transfers that stand next
+            to each other are started together, a rank goes on meanwhile, and its batches happen one after another.
+            What is free of deadlock under "blocking" is so under "batched".
+
+    Raises:
+        ScheduleError: all faults of the first law that does not hold; each names rank and action, a deadlock its cycle.
+    """
+    checked = _Checked(schedule, flow(schedule.stages, edges, gradients), bound, mode)
+    for law, faults in LAWS:
+        found = list(faults(checked))
+        if found:
+            more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+            lines = "\n  ".join([*found[:SHOWN], *more])
+            raise ScheduleError(f"schedule {schedule.name}: {law}:\n  {lines}")
+
+
+@dataclass(frozen=True)
+class _Checked:
+    schedule: Schedule
+    ways: Flow
+    bound: Sequence[int] | None
+    mode: Mode
+
+    @cached_property
+    def at(self) -> dict[Action, tuple[int, int]]:
+        """Where each action stands: rank and place."""
+        return {a: (rank, i) for rank, order in enumerate(self.schedule.orders) for i, a in enumerate(order)}
+
+    def crosses(self, source: int, target: int) -> bool:
+        return self.schedule.placement[source] != self.schedule.placement[target]
+
+
+def _misplaced(checked: _Checked) -> Iterator[str]:
+    schedule, ways = checked.schedule, checked.ways
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.ranks:
+            yield f"stage {stage} lies on rank {rank}, but the ranks are 0 to {schedule.ranks - 1}"
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            fault = _misnamed(action, rank, schedule) or (
+                _misrouted(action, checked, ways) if action.kind in TRANSFERS else None
+            )
+            if fault:
+                yield f"rank {rank}, {action}: {fault}"
+
+
+def _misnamed(action: Action, rank: int, schedule: Schedule) -> str | None:
+    if not 0 <= action.stage < schedule.stages:
+        return f"there is no stage {action.stage}; the stages are 0 to {schedule.stages - 1}"
+    if schedule.placement[action.stage] != rank:
+        return f"stage {action.stage} lies on rank {schedule.placement[action.stage]}"
+    if (action.micro is None) != (action.kind in WHOLE_STAGE):
+        return f"{action.kind} has {'no' if action.kind in WHOLE_STAGE else 'a'} micro-batch"
+    if action.micro is not None and not 0 <= action.micro < schedule.micro_batches:
+        return f"there is no micro-batch {action.micro}; they are 0 to {schedule.micro_batches - 1}"
+    return None
+
+
+def _misrouted(action: Action, checked: _Checked, ways: Flow) -> str | None:
+    here, other = action.stage, action.other
+    others = {
+        "SEND_F": ways.targets,
+        "RECV_F": ways.sources,
+        "SEND_B": ways.gradients_to,
+        "RECV_B": ways.gradients_from,
+    }[action.kind][here]
+    if other not in others:
+        what = "value" if action.kind.endswith("F") else "gradient"
+        pair = f"from stage {here} to {other}" if action.kind in SENDS else f"from stage {other} to {here}"
+        return f"no {what} goes {pair}"
+    if not checked.crosses(here, other):
+        return f"stages {here} and {other} lie on one rank, so nothing is sent"
+    return None
+
+
+def _not_once(checked: _Checked) -> Iterator[str]:
+    schedule, at = checked.schedule, checked.at
+    for rank, order in enumerate(schedule.orders):
+        for action, times in Counter(order).items():
+            if times > 1 and action.kind not in ("UNSHARD", "RESHARD"):
+                yield f"rank {rank}, {action}: stands {times} times"
+    for stage, rank in enumerate(schedule.placement):
+        for micro in range(schedule.micro_batches):
+            if Action(stage, "F", micro) not in at:
+                yield f"rank {rank}, {Action(stage, 'F', micro)}: missing"
+            if schedule.trains:
+                yield from _backward_not_once(at, rank, stage, micro)
+            for send in _expected_sends(checked, stage, micro):
+                yield from _end_missing(checked, send, send.partner)
+                yield from _end_missing(checked, send.partner, send)
+
+
+def _backward_not_once(at: dict[Action, tuple[int, int]], rank: int, stage: int, micro: int) -> Iterator[str]:
+    both = Action(stage, "BW", micro)
+    for apart in (Action(stage, "B", micro), Action(stage, "W", micro)):
+        if both in at and apart in at:
+            yield f"rank {rank}, {apart}: stands beside {both}, which does the same"
+        elif both not in at and apart not in at:
+            yield f"rank {rank}, {apart}: missing, and there is no {both}"
+
+
+def _expected_sends(checked: _Checked, stage: int, micro: int) -> list[Action]:
+    ways = checked.ways
+    sends = [Action(stage, "SEND_F", micro, t) for t in ways.targets[stage] if checked.crosses(stage, t)]
+    if checked.schedule.trains:
+        sends += [Action(stage, "SEND_B", micro, s) for s in ways.gradients_to[stage] if checked.crosses(stage, s)]
+    return sends
+
+
+def _end_missing(checked: _Checked, end: Action, partner: Action) -> Iterator[str]:
+    if end not in checked.at:
+        rank, other = (checked.schedule.placement[a.stage] for a in (end, partner))
+        beside = f"stands on rank {other}" if partner in checked.at else f"is missing on rank {other} too"
+        yield f"rank {rank}, {end}: missing; its partner {partner} {beside}"
+
+
+def _disordered(checked: _Checked) -> Iterator[str]:
+    at, has = checked.at, set(checked.at)
+    last_weight: dict[int, Action] = {}
+    for rank, order in enumerate(checked.schedule.orders):
+        for place, action in enumerate(order):
+            for before in _before(action, checked):
+                if before in has and at[before][1] > place:
+                    yield f"rank {rank}, {action}: stands before {before}, which it needs"
+            if action.kind in ("W", "BW"):
+                last_weight[action.stage] = action
+        yield from _side_faults(rank, order)
+    for stage, weight in last_weight.items():
+        reduce = Action(stage, "REDUCE")
+        if reduce in has and at[reduce][1] < at[weight][1]:
+            yield f"rank {at[reduce][0]}, {reduce}: stands before {weight}, whose gradient it sums"
+
+
+def _before(action: Action, checked: _Checked) -> list[Action]:
+    """What must stand before an action on its rank, as far as it is there."""
+    stage, kind, micro, _ = action
+    ways = checked.ways
+    if kind == "F":
+        return [_arrival(stage, "F", micro, s, checked) for s in ways.sources[stage]]
+    if kind in ("B", "BW"):
+        values = [_arrival(stage, "B", micro, t, checked) for t in ways.gradients_from[stage]]
+        joint = [Action(t, "BW", micro) for t in ways.gradients_from[stage] if not checked.crosses(stage, t)]
+        return [Action(stage, "F", micro), *values, *joint]
+    if kind == "W":
+        return [Action(stage, "B", micro)]
+    if kind in ("SEND_F", "OFFLOAD"):
+        return [Action(stage, "F", micro)]
+    if kind == "SEND_B":
+        return [Action(stage, "B", micro), Action(stage, "BW", micro)]
+    return []
+
+
+def _arrival(stage: int, way: str, micro: int | None, source: int, checked: _Checked) -> Action:
+    """How a value of another stage comes to this rank: received, or computed here."""
+    if checked.crosses(source, stage):
+        return Action(stage, "RECV_F" if way == "F" else "RECV_B", micro, source)
+    return Action(source, "F" if way == "F" else "B", micro)
+
+
+def _side_faults(rank: int, order: Sequence[Action]) -> Iterator[str]:
+    """Saved tensors are on the device when backward reads them; weights are gathered when used, and gathered once."""
+    offloaded: set[tuple[int, int | None]] = set()
+    gathered: dict[int, bool] = {a.stage: False for a in order if a.kind in ("UNSHARD", "RESHARD")}
+    for action in order:
+        stage, kind, micro, _ = action
+        if kind == "OFFLOAD":
+            offloaded.add((stage, micro))
+        elif kind == "RELOAD" and (stage, micro) not in offloaded:
+            yield f"rank {rank}, {action}: stands before {Action(stage, 'OFFLOAD', micro)}, or without it"
+        elif kind == "RELOAD":
+            offloaded.remove((stage, micro))
+        elif kind in ("B", "W", "BW") and (stage, micro) in offloaded:
+            reload = Action(stage, "RELOAD", micro)
+            yield f"rank {rank}, {action}: what it reads is offloaded; {reload} must stand before"
+        elif kind in ("UNSHARD", "RESHARD"):
+            if gathered[stage] == (kind == "UNSHARD"):
+                yield f"rank {rank}, {action}: the weights of stage {stage} are {'not ' * (kind == 'RESHARD')}gathered"
+            gathered[stage] = kind == "UNSHARD"
+        if kind in COMPUTE and not gathered.get(stage, True):
+            yield f"rank {rank}, {action}: {Action(stage, 'UNSHARD')} must stand before"
+
+
+def _too_much_in_flight(checked: _Checked) -> Iterator[str]:
+    if checked.bound is None:
+        return
+    for rank, (order, bound) in enumerate(zip(checked.schedule.orders, checked.bound, strict=True)):
+        held = 0
+        for action in order if checked.schedule.trains else ():
+            held += (action.kind == "F") - (action.kind in ("W", "BW"))
+            if held > bound:
+                yield f"rank {rank}, {action}: makes {held} in flight; the bound is {bound}"
+
+
+def _crossed(checked: _Checked) -> Iterator[str]:
+    queues: dict[tuple[int, int], tuple[list[Action], list[Action]]] = {}
+    for rank, order in enumerate(checked.schedule.orders):
+        for action in order:
+            if action.kind in TRANSFERS:
+                send, other = meeting(action, checked.schedule.placement)
+                sends = action.kind in SENDS
+                queue = queues.setdefault((rank, other) if sends else (other, rank), ([], []))
+                queue[0 if sends else 1].append(send)
+    for (source, target), (sent, received) in sorted(queues.items()):
+        if sent != received:
+            n, send, other = next((i, a, b) for i, (a, b) in enumerate(zip(sent, received, strict=True), 1) if a != b)
+            yield f"rank {source} sends {send} as number {n} to rank {target}, where {other.partner} is number {n}"
+
+
+def _deadlocked(checked: _Checked) -> Iterator[str]:
+    cycle = deadlock(checked.schedule, checked.mode)
+    if cycle:
+        yield cycle
+
+
+LAWS: tuple[tuple[str, Callable[[_Checked], Iterator[str]]], ...] = (
+    ("actions that cannot be where they are", _misplaced),
+    ("actions that do not stand exactly once", _not_once),
+    ("actions before what they need", _disordered),
+    ("more in flight than the bound", _too_much_in_flight),
+    ("sends and receives in different orders", _crossed),
+    ("deadlock", _deadlocked),
+)
