@@ -14,13 +14,10 @@ since a value may skip stages. B is the gradient of the inputs alone, as in the 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
 from .errors import ScheduleError
 
-Kind = Literal[
-    "F", "B", "W", "BW", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "UNSHARD", "RESHARD", "OFFLOAD", "RELOAD"
-]
 COMPUTE = frozenset({"F", "B", "W", "BW"})
 SENDS = frozenset({"SEND_F", "SEND_B"})
 RECEIVES = frozenset({"RECV_F", "RECV_B"})
@@ -28,7 +25,9 @@ TRANSFERS = SENDS | RECEIVES
 WHOLE_STAGE = frozenset({"REDUCE", "UNSHARD", "RESHARD"})
 """Kinds that have no micro-batch."""
 
-PARTNER: dict[str, Kind] = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
+KINDS = COMPUTE | TRANSFERS | WHOLE_STAGE | {"OFFLOAD", "RELOAD"}
+
+PARTNER = {"SEND_F": "RECV_F", "RECV_F": "SEND_F", "SEND_B": "RECV_B", "RECV_B": "SEND_B"}
 
 _N = "(0|[1-9][0-9]*)"
 _WORD = re.compile(
@@ -45,13 +44,13 @@ class Action(NamedTuple):
 
     Attributes:
         stage: the virtual stage that acts.
-        kind: what it does.
+        kind: what it does, one of `KINDS`.
         micro: the micro-batch; None for what concerns the whole stage.
         other: the stage at the other end of a transfer.
     """
 
     stage: int
-    kind: Kind
+    kind: str
     micro: int | None = None
     other: int | None = None
 
@@ -78,5 +77,5 @@ def parse_action(word: str) -> Action:
     if found is None:
         raise ScheduleError(f"{word!r} is no action; the forms are {FORMS}")
     stage, kind, micro, whole, send, sent, target, receive, received, source = found.groups()
-    what, micro, other = cast(Kind, kind or whole or send or receive), micro or sent or received, target or source
+    what, micro, other = kind or whole or send or receive, micro or sent or received, target or source
     return Action(int(stage), what, None if micro is None else int(micro), None if other is None else int(other))

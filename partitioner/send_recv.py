@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from .action import COMPUTE, Action, Kind
+from .action import COMPUTE, Action
+from .collection import no_collection
 from .errors import ScheduleError
 from .schedule import Edge, Flow, Schedule, flow
 from .waits import Wait, cycle_text
@@ -21,6 +22,7 @@ Value = tuple[str, int, int | None]
 """(F or B, stage, micro-batch): what forward or backward of a stage hands on."""
 
 
+@no_collection()
 def with_transfers(
     schedule: Schedule, edges: Collection[Edge] | None = None, gradients: Collection[Edge] | None = None
 ) -> Schedule:
@@ -112,8 +114,7 @@ def _waits(schedule: Schedule, starts: list[list[int]], blocked: dict[Value, lis
     stands = {(a.kind[0], a.stage, a.micro): r for r, o in enumerate(schedule.orders) for a in o if a.kind in COMPUTE}
     waits = {}
     for value, ranks in blocked.items():
-        way: Kind = "F" if value[0] == "F" else "B"
         for rank in ranks:
             at = schedule.orders[rank][len(starts[rank])]
-            waits[rank] = Wait(at, Action(value[1], way, value[2]), stands.get(value))
+            waits[rank] = Wait(at, Action(value[1], value[0], value[2]), stands.get(value))
     return waits

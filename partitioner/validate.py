@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .action import COMPUTE, SENDS, TRANSFERS, WHOLE_STAGE, Action
+from .action import COMPUTE, KINDS, SENDS, TRANSFERS, WHOLE_STAGE, Action
+from .collection import no_collection
 from .errors import ScheduleError
 from .rendezvous import Mode, deadlock, meeting
 from .schedule import Edge, Flow, Schedule, flow
@@ -24,6 +25,7 @@ SHOWN = 20
 """Faults of one kind that an error spells out."""
 
 
+@no_collection()
 def validate(
     schedule: Schedule,
     edges: Collection[Edge] | None = None,
@@ -54,6 +56,13 @@ def validate(
             raise ScheduleError(f"schedule {schedule.name}: {law}:\n  {lines}")
 
 
+Key = tuple[int, str, int | None, int | None]
+"""An action, or a plain tuple of its fields, which is equal and made faster."""
+
+Need = tuple[int, str, int | None]
+"""An action of any micro-batch: stage, kind, the other stage."""
+
+
 @dataclass(frozen=True)
 class _Checked:
     schedule: Schedule
@@ -62,9 +71,9 @@ class _Checked:
     mode: Mode
 
     @cached_property
-    def at(self) -> dict[Action, tuple[int, int]]:
-        """Where each action stands: rank and place."""
-        return {a: (rank, i) for rank, order in enumerate(self.schedule.orders) for i, a in enumerate(order)}
+    def at(self) -> dict[Key, int]:
+        """The place of each action on the rank of its stage."""
+        return {action: place for order in self.schedule.orders for place, action in enumerate(order)}
 
     def crosses(self, source: int, target: int) -> bool:
         return self.schedule.placement[source] != self.schedule.placement[target]
@@ -85,6 +94,8 @@ def _misplaced(checked: _Checked) -> Iterator[str]:
 
 
 def _misnamed(action: Action, rank: int, schedule: Schedule) -> str | None:
+    if action.kind not in KINDS:
+        return f"there is no kind {action.kind!r}; there are {', '.join(sorted(KINDS))}"
     if not 0 <= action.stage < schedule.stages:
         return f"there is no stage {action.stage}; the stages are 0 to {schedule.stages - 1}"
     if schedule.placement[action.stage] != rank:
@@ -98,6 +109,8 @@ def _misnamed(action: Action, rank: int, schedule: Schedule) -> str | None:
 
 def _misrouted(action: Action, checked: _Checked, ways: Flow) -> str | None:
     here, other = action.stage, action.other
+    if action.kind.endswith("B") and not checked.schedule.trains:
+        return "there is no backward"
     others = {
         "SEND_F": ways.targets,
         "RECV_F": ways.sources,
@@ -116,85 +129,91 @@ def _misrouted(action: Action, checked: _Checked, ways: Flow) -> str | None:
 def _not_once(checked: _Checked) -> Iterator[str]:
     schedule, at = checked.schedule, checked.at
     for rank, order in enumerate(schedule.orders):
-        for action, times in Counter(order).items():
-            if times > 1 and action.kind not in ("UNSHARD", "RESHARD"):
-                yield f"rank {rank}, {action}: stands {times} times"
+        if len(set(order)) < len(order):
+            for action, times in Counter(order).items():
+                if times > 1 and action.kind not in ("UNSHARD", "RESHARD"):
+                    yield f"rank {rank}, {action}: stands {times} times"
     for stage, rank in enumerate(schedule.placement):
+        ways = _expected_transfers(checked, stage)
         for micro in range(schedule.micro_batches):
-            if Action(stage, "F", micro) not in at:
+            if (stage, "F", micro, None) not in at:
                 yield f"rank {rank}, {Action(stage, 'F', micro)}: missing"
             if schedule.trains:
                 yield from _backward_not_once(at, rank, stage, micro)
-            for send in _expected_sends(checked, stage, micro):
-                yield from _end_missing(checked, send, send.partner)
-                yield from _end_missing(checked, send.partner, send)
+            for kind, back, other in ways:
+                send, receive = (stage, kind, micro, other), (other, back, micro, stage)
+                if send not in at:
+                    yield _end_missing(checked, Action(*send))
+                if receive not in at:
+                    yield _end_missing(checked, Action(*receive))
 
 
-def _backward_not_once(at: dict[Action, tuple[int, int]], rank: int, stage: int, micro: int) -> Iterator[str]:
-    both = Action(stage, "BW", micro)
-    for apart in (Action(stage, "B", micro), Action(stage, "W", micro)):
-        if both in at and apart in at:
-            yield f"rank {rank}, {apart}: stands beside {both}, which does the same"
-        elif both not in at and apart not in at:
-            yield f"rank {rank}, {apart}: missing, and there is no {both}"
+def _backward_not_once(at: dict[Key, int], rank: int, stage: int, micro: int) -> Iterator[str]:
+    both = (stage, "BW", micro, None) in at
+    for kind in ("B", "W"):
+        apart = (stage, kind, micro, None) in at
+        if both == apart:
+            word = Action(stage, "BW", micro)
+            fault = f"stands beside {word}, which does the same" if both else f"missing, and there is no {word}"
+            yield f"rank {rank}, {Action(stage, kind, micro)}: {fault}"
 
 
-def _expected_sends(checked: _Checked, stage: int, micro: int) -> list[Action]:
+def _expected_transfers(checked: _Checked, stage: int) -> list[tuple[str, str, int]]:
+    """What a stage sends for each micro-batch: kind of the send, kind of the receive, the other stage."""
     ways = checked.ways
-    sends = [Action(stage, "SEND_F", micro, t) for t in ways.targets[stage] if checked.crosses(stage, t)]
+    sends = [("SEND_F", "RECV_F", t) for t in ways.targets[stage]]
     if checked.schedule.trains:
-        sends += [Action(stage, "SEND_B", micro, s) for s in ways.gradients_to[stage] if checked.crosses(stage, s)]
-    return sends
+        sends += [("SEND_B", "RECV_B", s) for s in ways.gradients_to[stage]]
+    return [send for send in sends if checked.crosses(stage, send[2])]
 
 
-def _end_missing(checked: _Checked, end: Action, partner: Action) -> Iterator[str]:
-    if end not in checked.at:
-        rank, other = (checked.schedule.placement[a.stage] for a in (end, partner))
-        beside = f"stands on rank {other}" if partner in checked.at else f"is missing on rank {other} too"
-        yield f"rank {rank}, {end}: missing; its partner {partner} {beside}"
+def _end_missing(checked: _Checked, end: Action) -> str:
+    partner = end.partner
+    rank, other = (checked.schedule.placement[a.stage] for a in (end, partner))
+    beside = f"stands on rank {other}" if partner in checked.at else f"is missing on rank {other} too"
+    return f"rank {rank}, {end}: missing; its partner {partner} {beside}"
 
 
 def _disordered(checked: _Checked) -> Iterator[str]:
-    at, has = checked.at, set(checked.at)
+    at, needed = checked.at, _needed(checked)
     last_weight: dict[int, Action] = {}
     for rank, order in enumerate(checked.schedule.orders):
         for place, action in enumerate(order):
-            for before in _before(action, checked):
-                if before in has and at[before][1] > place:
+            stage, kind, micro, _ = action
+            for from_stage, what, other in needed.get((stage, kind), ()):
+                if at.get((from_stage, what, micro, other), -1) > place:
+                    before = Action(from_stage, what, micro, other)
                     yield f"rank {rank}, {action}: stands before {before}, which it needs"
-            if action.kind in ("W", "BW"):
-                last_weight[action.stage] = action
+            if kind in ("W", "BW"):
+                last_weight[stage] = action
         yield from _side_faults(rank, order)
     for stage, weight in last_weight.items():
         reduce = Action(stage, "REDUCE")
-        if reduce in has and at[reduce][1] < at[weight][1]:
-            yield f"rank {at[reduce][0]}, {reduce}: stands before {weight}, whose gradient it sums"
+        if at.get(reduce, len(at)) < at[weight]:
+            rank = checked.schedule.placement[stage]
+            yield f"rank {rank}, {reduce}: stands before {weight}, whose gradient it sums"
 
 
-def _before(action: Action, checked: _Checked) -> list[Action]:
-    """What must stand before an action on its rank, as far as it is there."""
-    stage, kind, micro, _ = action
-    ways = checked.ways
-    if kind == "F":
-        return [_arrival(stage, "F", micro, s, checked) for s in ways.sources[stage]]
-    if kind in ("B", "BW"):
-        values = [_arrival(stage, "B", micro, t, checked) for t in ways.gradients_from[stage]]
-        joint = [Action(t, "BW", micro) for t in ways.gradients_from[stage] if not checked.crosses(stage, t)]
-        return [Action(stage, "F", micro), *values, *joint]
-    if kind == "W":
-        return [Action(stage, "B", micro)]
-    if kind in ("SEND_F", "OFFLOAD"):
-        return [Action(stage, "F", micro)]
-    if kind == "SEND_B":
-        return [Action(stage, "B", micro), Action(stage, "BW", micro)]
-    return []
+def _needed(checked: _Checked) -> dict[tuple[int, str], list[Need]]:
+    """By stage and kind of an action, what must stand before it on its rank, as far as it is there.
 
-
-def _arrival(stage: int, way: str, micro: int | None, source: int, checked: _Checked) -> Action:
-    """How a value of another stage comes to this rank: received, or computed here."""
-    if checked.crosses(source, stage):
-        return Action(stage, "RECV_F" if way == "F" else "RECV_B", micro, source)
-    return Action(source, "F" if way == "F" else "B", micro)
+    A value of another stage is received, or computed on the same rank.
+    """
+    needed: dict[tuple[int, str], list[Need]] = {}
+    for stage in range(checked.schedule.stages):
+        forward: Need = (stage, "F", None)
+        values: list[Need] = []
+        gradients: list[Need] = [forward]
+        for source in checked.ways.sources[stage]:
+            values.append((stage, "RECV_F", source) if checked.crosses(source, stage) else (source, "F", None))
+        for target in checked.ways.gradients_from[stage]:
+            crosses = checked.crosses(stage, target)
+            gradients += [(stage, "RECV_B", target)] if crosses else [(target, "B", None), (target, "BW", None)]
+        needed[stage, "F"], needed[stage, "B"], needed[stage, "BW"] = values, gradients, gradients
+        needed[stage, "W"] = [(stage, "B", None)]
+        needed[stage, "SEND_F"] = needed[stage, "OFFLOAD"] = [forward]
+        needed[stage, "SEND_B"] = [(stage, "B", None), (stage, "BW", None)]
+    return needed
 
 
 def _side_faults(rank: int, order: Sequence[Action]) -> Iterator[str]:

@@ -321,6 +321,11 @@ def test_receive_beside_the_send_that_it_follows_from():
         validate(from_text(text))
 
 
+def test_gradient_where_nothing_trains():
+    with pytest.raises(ScheduleError, match="rank 1, 1SEND_B0>0: there is no backward"):
+        validate(from_text("0: 0F0 0SEND_F0>1 0RECV_B0<1\n1: 1RECV_F0<0 1F0 1SEND_B0>0"))
+
+
 def test_side_actions_are_legal():
     text = """
         0: 0UNSHARD 0F0 0OFFLOAD0 0RESHARD 0SEND_F0>1 0RECV_B0<1 0UNSHARD 0RELOAD0 0B0 0W0 0RESHARD 0REDUCE

@@ -1,0 +1,141 @@
+"""Writes docs/pipelines.md: the schedules, their grids, and simulated bubbles beside published ones.
+
+python tests/pipelines_page.py
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from meshwright.partitioner.grid import grid
+from meshwright.partitioner.schedule import Schedule
+from meshwright.partitioner.schedules.generate import generate, in_flight_bound
+from meshwright.partitioner.send_recv import with_transfers
+from meshwright.partitioner.simulate import simulate
+from meshwright.partitioner.stage_cost import even_costs
+from meshwright.partitioner.timeline import Timeline
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "pipelines.md"
+ABOUT = {
+    "gpipe": "All forwards, then all backwards.",
+    "1f1b": "Rank r runs p-r-1 forwards ahead, then one forward and one backward in turns.",
+    "interleaved": "1F1B over v virtual stages a rank (2 here), in groups of p: 1/v of the bubble, v times the hops.",
+    "zb-h1": "1F1B with the gradients of inputs (B) and of weights (W) apart; W fills what would be idle.",
+    "zb-v": "Two virtual stages a rank, down the ranks and back up. For F = B = W no rank waits once it has begun.",
+    "dualpipe-v": "The same V; forwards of one virtual stage stand beside backwards of the other, not overlapped here.",
+    "forward-only": "For inference: nothing is saved.",
+}
+HEAD = """# Pipelines
+
+A schedule is data: per rank a list of actions, each with a one-word text (`partitioner/action.py`). Nothing runs them
+yet.
+
+    2F0 2B0 2W0 2BW0            stage 2, micro-batch 0: forward; gradient of inputs, of weights, of both at one go
+    0SEND_F0>3 3RECV_F0<0       what forward of stage 0 hands to stage 3, as its two ends see it
+    3SEND_B0>0 0RECV_B0<3       its gradient on the way back
+    2REDUCE 2UNSHARD 2RESHARD   gradients of stage 2 are summed over its replicas; its weights are gathered, let go
+    2OFFLOAD0 2RELOAD0          what stage 2 saved of micro-batch 0 goes to the host, and comes back
+
+```python
+computed = generate("1f1b", ranks=4, micro_batches=8)       # or from_text(a text of your own)
+schedule = with_transfers(computed, edges, gradients)       # pairs (source stage, target stage); a chain by default
+validate(schedule, edges, gradients, bound=in_flight_bound("1f1b", 4, 8))
+timeline = simulate(schedule, Costs(stages, hops))          # seconds, bubble, idle, peak bytes, in flight
+write_trace("step.json", timeline.events, timeline.memory)  # opens in Perfetto
+```
+
+Any number of ranks and of micro-batches is legal. `validate` proves that each F, B and W stands once, after what it
+needs; that sends pair with receives, in one order on both sides; that no rank holds more than the bound; and that
+nothing deadlocks, even if every transfer blocks both of its ranks. A deadlock is reported with its cycle:
+
+    rank 0 at 0SEND_F1>1 waits for 1RECV_F1<0 of rank 1; rank 1 at 1SEND_B0>0 waits for 0RECV_B0<1 of rank 0
+
+## Schedules
+
+Four ranks, eight micro-batches; a column is a unit of time, F = B = W = 1 and BW = 2. *In flight*: pairs of a virtual
+stage and a micro-batch between F and W, per rank. *Bubble*: the share of time that ranks do not compute.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published row: seconds of one micro-batch on one rank, and rates by schedule."""
+
+    model: str
+    ranks: int
+    micro_batches: int
+    seconds: tuple[float, float, float]
+    hop: float
+    virtual: int
+    rates: tuple[tuple[str, float], ...]
+
+
+def rows() -> list[Row]:
+    with (ROOT / "benchmarks" / "data" / "pipeline_bubbles.csv").open() as file:
+        return [
+            Row(
+                model=line["model"],
+                ranks=int(line["ranks"]),
+                micro_batches=int(line["micro_batches"]),
+                seconds=(float(line["forward_ms"]), float(line["backward_ms"]), float(line["weight_ms"])),
+                hop=float(line["hop_ms"]),
+                virtual=int(line["virtual"]),
+                rates=tuple((n, float(line[n.replace("-", "_")])) for n in ("1f1b", "zb-h1", "interleaved")),
+            )
+            for line in csv.DictReader(file)
+        ]
+
+
+@cache
+def transferred(name: str, ranks: int, micro_batches: int, virtual: int | None = None) -> Schedule:
+    return with_transfers(generate(name, ranks, micro_batches, virtual))
+
+
+def timed(schedule: Schedule, seconds: tuple[float, float, float], hop: float = 0.0) -> Timeline:
+    return simulate(schedule, even_costs(schedule, *seconds, hop=hop))
+
+
+@cache
+def rate(name: str, row: Row) -> float:
+    """The simulated bubble of a published row."""
+    virtual = row.virtual if name == "interleaved" else None
+    return timed(transferred(name, row.ranks, row.micro_batches, virtual), row.seconds, row.hop).bubble
+
+
+def page() -> str:
+    text = HEAD
+    for name, about in ABOUT.items():
+        schedule = generate(name, 4, 8)
+        bubble = timed(with_transfers(schedule), (1.0, 1.0, 1.0)).bubble
+        held = " ".join(map(str, in_flight_bound(name, 4, 8)))
+        text += f"\n**{name}.** {about} In flight {held}; bubble {bubble:.3f}.\n\n"
+        text += "".join(f"    {line}\n" for line in grid(schedule).splitlines())
+    return text + _bubbles()
+
+
+def _bubbles() -> str:
+    text = """
+## Simulated against published
+
+Zero Bubble paper (arXiv 2401.10241, tables 5 and 9): p ranks, m micro-batches, measured seconds of F, B, W and of a hop
+(`benchmarks/data/pipeline_bubbles.csv`). Each cell is simulated / published. `python tests/pipelines_page.py` writes
+this page, `pytest tests/test_simulate.py` holds 1F1B and ZB-H1 to 4 digits and interleaved to 0.4 points. ZB-V and
+DualPipe-V, which have no published rate here, are simulated with the same times.
+
+| model | p | m | v | 1f1b | zb-h1 | interleaved | zb-v | dualpipe-v |
+|---|---|---|---|---|---|---|---|---|
+"""
+    for row in rows():
+        both = [f"{rate(name, row):.4f} / {published:.4f}" for name, published in row.rates]
+        cells = [row.model, row.ranks, row.micro_batches, row.virtual, *both]
+        cells += [f"{rate(name, row):.4f}" for name in ("zb-v", "dualpipe-v")]
+        text += f"| {' | '.join(map(str, cells))} |\n"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
