@@ -46,10 +46,6 @@ class Case:
         self.made: Architecture = ARCHITECTURES[name]
         self.load = load
         self.mesh = mw.Mesh(**MESHES[mesh_name], device="h100")
-        self.renew()
-
-    def renew(self) -> None:
-        """Capture again: a plan that decomposes calls does so in the graph that it was given."""
         model, inputs = self.made.build(*self.load)
         self.graph: Graph = capture(model, (), inputs, loss=lambda out, target: out)
         self.factored: Factored = factor_graph(self.graph)
@@ -170,8 +166,6 @@ def price(case: Case, pins: Pins) -> Price:
     options = Options(pin=pins)
     graph, plan = make_plan(case.graph, case.mesh, options)
     emitted = Untied(graph, case.mesh, Options(), plan).cost()
-    if plan.decomposed:
-        case.renew()
     return Price(emitted, sum(plan.seconds), plan.gap or 0.0)
 
 

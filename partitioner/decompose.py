@@ -2,32 +2,60 @@
 
 A rule's `decompose` names, per factor, a function of the op's own arguments that computes the same by ops whose rules
 do split it: a softmax over a split dim becomes a partial maximum, a partial sum and pointwise ops between them.
+`written.py` prices such a split before it is chosen.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .factors import Factored
+from .factors import call_of
 from .graph import Graph, is_getitem
+from .rules.every import rule_of
 
 
-def decompose_calls(graph: Graph, names: tuple[str, ...], factored: Factored) -> Graph:
-    """The graph with these calls replaced; new nodes are named after the one they replace."""
-    for node in list(graph.fx.nodes):
-        if node.name in names:
-            _replace(graph.fx, node, next(iter(factored.shapes[node].rule.decompose.values())))
-    graph.fx.eliminate_dead_code()
-    graph.fx.lint()
-    return graph
+class Decomposed(NamedTuple):
+    """A graph in which calls have been replaced.
+
+    Attributes:
+        graph: a graph of its own, with the same node names.
+        twins: of each node of the old graph the one that it was in the copy, before calls were replaced.
+        firsts: of each call of the old graph that was replaced the node that is now its first output.
+    """
+
+    graph: Graph
+    twins: Mapping[fx.Node, fx.Node]
+    firsts: Mapping[fx.Node, fx.Node]
 
 
-def _replace(graph: fx.Graph, node: fx.Node, fn: Any) -> None:
+def decompose_calls(graph: Graph, names: tuple[str, ...]) -> Decomposed:
+    """A copy of the graph with these calls replaced, one after another; new nodes are named after the one they replace,
+    and may be replaced in their turn."""
+    made, twins = graph.twin()
+    nodes = {n.name: n for n in made.fx.nodes}
+    old, firsts = {new: node for node, new in twins.items()}, {}
+    for name in names:
+        if name not in nodes:
+            continue  # of another program: the caller compares what is left
+        node = nodes.pop(name)
+        first = _replace(made.fx, node, nodes)
+        if node in old:
+            firsts[old[node]] = first
+            old[first] = old[node]
+    made.fx.eliminate_dead_code()
+    made.fx.lint()
+    return Decomposed(made, twins, firsts)
+
+
+def written_out(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
+    """A call as a graph of simpler ops, and the node that each of its placeholders stands for."""
+    parts = next(iter(rule_of(call_of(node)).decompose.values()))
     leaves, spec = tree_flatten((node.args, node.kwargs))
     where = [i for i, x in enumerate(leaves) if isinstance(x, fx.Node)]
     fakes = [leaves[i].meta["val"] for i in where]
@@ -37,16 +65,20 @@ def _replace(graph: fx.Graph, node: fx.Node, fn: Any) -> None:
         for i, t in zip(where, tensors, strict=True):
             filled[i] = t
         args, kwargs = tree_unflatten(filled, spec)
-        return fn(*args, **kwargs)
+        return parts(*args, **kwargs)
 
     with fakes[0].fake_mode:
-        traced = make_fx(run)(*fakes)
+        return make_fx(run)(*fakes).graph, [leaves[i] for i in where]
+
+
+def _replace(graph: fx.Graph, node: fx.Node, taken: dict[str, fx.Node]) -> fx.Node:
+    """Returns what stands for the call's first output. `taken`: the nodes of the graph by name."""
+    simpler, operands = written_out(node)
     env: dict[fx.Node, Any] = {}
-    taken = {n.name for n in graph.nodes}
-    inputs = iter([leaves[i] for i in where])
+    inputs = iter(operands)
     outputs: Any = None
     with graph.inserting_before(node):
-        for inner in traced.graph.nodes:
+        for inner in simpler.nodes:
             if inner.op == "placeholder":
                 env[inner] = next(inputs)
             elif inner.op == "output":
@@ -54,14 +86,17 @@ def _replace(graph: fx.Graph, node: fx.Node, fn: Any) -> None:
             else:
                 env[inner] = _copy(graph, inner, node, env, taken)
     _rewire(graph, node, outputs)
+    return next(o for o in outputs if o is not None) if isinstance(outputs, (list, tuple)) else outputs
 
 
-def _copy(graph: fx.Graph, inner: fx.Node, outer: fx.Node, env: dict[fx.Node, Any], taken: set[str]) -> fx.Node:
+def _copy(
+    graph: fx.Graph, inner: fx.Node, outer: fx.Node, env: dict[fx.Node, Any], taken: dict[str, fx.Node]
+) -> fx.Node:
     new = graph.node_copy(inner, lambda n: env[n])
     new.name = f"{outer.name}_{inner.name}"
     while new.name in taken:  # the mean of `var` beside a `var_mean`
         new.name += "_"
-    taken.add(new.name)
+    taken[new.name] = new
     new.meta = dict(outer.meta) | {"val": inner.meta.get("val")}
     return new
 

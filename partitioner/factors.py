@@ -55,6 +55,12 @@ class Atoms:
         """Whether one of the first `before` atoms was cut, or united with another of them, by what came later."""
         return any(self._own[i] != (self._parent[i], self._parts[i]) for i in range(before))
 
+    def copy(self) -> Atoms:
+        made = Atoms()
+        made._parent, made._size, made._parts = list(self._parent), list(self._size), list(self._parts)
+        made._own = list(self._own)
+        return made
+
     def settle(self) -> None:
         """Remember the atoms as they are, for `touched`."""
         self._own = list(zip(self._parent, self._parts, strict=True))
@@ -153,6 +159,17 @@ class Factored:
     operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     sizes: Atoms = field(default_factory=Atoms)
 
+    def moved(self, twins: Mapping[fx.Node, fx.Node]) -> Factored:
+        """These, of a copy of the graph: `twins` has of each node the one that is it there."""
+        return Factored(
+            {twins[n]: x for n, x in self.shapes.items()},
+            {twins[n]: x for n, x in self.calls.items()},
+            {twins[n]: x for n, x in self.atoms.items()},
+            {twins[n]: x for n, x in self.dims.items()},
+            {twins[n]: [twins[o] for o in x] for n, x in self.operands.items()},
+            self.sizes,
+        )
+
     def whole(self, node: fx.Node) -> Layout:
         """The layout of a whole tensor, written with its factors."""
         return Layout(tuple(tuple(Factor(self.sizes.size(a)) for a in dim) for dim in self.dims[node]))
@@ -179,10 +196,12 @@ class _Laid:
     apart: set[str] = field(default_factory=set)
 
 
-def factor_graph(graph: Graph, resting: Mapping[str, Layout] | None = None) -> Factored:
+def factor_graph(
+    graph: Graph, resting: Mapping[str, Layout] | None = None, held: Mapping[fx.Node, Layout] | None = None
+) -> Factored:
     """Walk the graph once, uniting and cutting; then read every call's leaves off the final atoms.
 
-    `resting`: layouts that parameters already have; their dims are cut at least as finely.
+    `resting`: layouts that parameters already have; their dims are cut at least as finely. `held`: of other inputs.
     """
     out = Factored()
     laid: dict[fx.Node, _Laid] = {}
@@ -194,10 +213,13 @@ def factor_graph(graph: Graph, resting: Mapping[str, Layout] | None = None) -> F
             kind, operands = kinds.of(node)
             out.calls[node], out.operands[node] = kind.call, operands
             laid[node] = _lay(kind, operands, values_of(node), out)
+    cut = dict(held or {})
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         if resting and role.kind == "param" and (layout := resting.get(str(role.name))):
-            for atoms, dim in zip(out.dims[node], layout.dims, strict=True):
-                out.sizes.divide(atoms, [f.size for f in dim])
+            cut[node] = layout
+    for node, layout in cut.items():
+        for atoms, dim in zip(out.dims[node], layout.dims, strict=True):
+            out.sizes.divide(atoms, [f.size for f in dim])
     final = _Final(out.sizes)
     for node, dims in out.dims.items():
         out.dims[node] = [final.leaves(d) for d in dims]
@@ -209,7 +231,8 @@ def factor_graph(graph: Graph, resting: Mapping[str, Layout] | None = None) -> F
 
 def extended(old: Factored, graph: Graph) -> Factored | None:
     """The factors of a graph in which some calls were replaced; None where the new calls cut old dims anew."""
-    out = Factored(dict(old.shapes), dict(old.calls), dict(old.atoms), dict(old.dims), dict(old.operands), old.sizes)
+    own = (old.shapes, old.calls, old.atoms, old.dims, old.operands)
+    out = Factored(*(dict(x) for x in own), old.sizes.copy())  # type: ignore[arg-type]
     nodes = list(graph.fx.nodes)
     alive = set(nodes)
     for of_node in (out.shapes, out.calls, out.atoms, out.dims, out.operands):
@@ -222,7 +245,7 @@ def extended(old: Factored, graph: Graph) -> Factored | None:
             kind, operands = kinds.of(node)
             out.calls[node], out.operands[node] = kind.call, operands
             laid[node] = _lay(kind, operands, values_of(node), out)
-    if old.sizes.touched(before):
+    if out.sizes.touched(before):
         return None
     final = _Final(out.sizes)
     for one in laid.values():
@@ -231,6 +254,7 @@ def extended(old: Factored, graph: Graph) -> Factored | None:
                 out.dims[value] = [final.leaves(d) for d in out.dims[value]]
     for node, one in laid.items():
         out.shapes[node], out.atoms[node] = _settled(one, out, final)
+    out.sizes.settle()
     return out if _still_fit(out, laid) else None
 
 

@@ -74,10 +74,13 @@ class Graph:
 
     def copy(self) -> Graph:
         """The same program in a graph of its own, with the same node names."""
-        twin, seen = fx.Graph(), {}
-        out = twin.graph_copy(self.fx, seen)
-        twin.output(out)
-        return replace(self, fx=twin, factored=None)
+        return self.twin()[0]
+
+    def twin(self) -> tuple[Graph, dict[fx.Node, fx.Node]]:
+        """A copy, and of each node the one that is it there."""
+        made, seen = fx.Graph(), {}
+        made.output(made.graph_copy(self.fx, seen))
+        return replace(self, fx=made, factored=None), seen
 
     def calls(self) -> Iterator[fx.Node]:
         """The nodes that compute; getitem only names one output of its producer and is left out."""

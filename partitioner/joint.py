@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.fx as fx
 
-from .compute_cost import compute_seconds
+from .call_costs import Cost
 from .factors import Factored
 from .given import Pins, pinned_choices
 from .graph import Graph, is_getitem
@@ -35,11 +34,11 @@ from .strategies import (
     Marked,
     Seen,
     input_state,
-    is_view,
     never_empty,
     output_state,
     weights_read,
 )
+from .written import Written, asks
 
 Value = Any
 """Of a group on one axis: ("atom", number in the group, which of a call's leaves of it), an int (partial), or None."""
@@ -74,6 +73,7 @@ class Joint:
         choices: per axis and value, the choice of each call.
         joint: (joint values, axes): the index of the value on each axis.
         seconds: of each joint value, the group's own.
+        written: per call that some value writes out the seconds of that, NaN under the values that do not.
     """
 
     members: list[Member]
@@ -81,6 +81,7 @@ class Joint:
     choices: list[list[list[Choice]]]
     joint: np.ndarray
     seconds: np.ndarray
+    written: dict[int, np.ndarray] = field(default_factory=dict)
     given: dict[tuple[int, int], States] = field(default_factory=dict)
     needed: dict[tuple[int, int], States] = field(default_factory=dict)
     known: dict[Any, States] = field(default_factory=dict)
@@ -118,7 +119,8 @@ class Joint:
 class Builder:
     """Makes the `Joint` of groups, one per signature.
 
-    `decided`: calls whose choices are given, {name: {axis: choice}}.
+    `decided`: calls whose choices are given, {name: {axis: choice}}. `writes`: whether a call may be written out
+    where its axis leaves it another choice.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Builder:
         decided: Mapping[str, Mapping[str, Choice]],
         pins: Pins,
         grouped: bool = True,
+        writes: bool = True,
     ):
         self.factored, self.prices, self.marked, self.decided, self.pins = factored, prices, marked, decided, pins
         mesh, weights = prices.mesh, weights_read(graph, factored)
@@ -140,6 +143,7 @@ class Builder:
         }
         self.seen = atoms_seen(factored)
         self.closed = closed_atoms(factored) if grouped else frozenset()
+        self.writes, self.written = writes, Written(self)
         self._made: dict[Any, Joint] = {}
 
     def of(self, group: Group) -> tuple[Joint, list[Member]]:
@@ -162,7 +166,7 @@ class Builder:
                 producer, output = (operand.args[0], operand.args[1]) if is_getitem(operand) else (operand, 0)
                 wires.append(Wire(number[producer], output) if producer in number else None)  # type: ignore[index,arg-type]
             atom = {leaf: atoms.setdefault(self.seen.get(a, a), len(atoms)) for leaf, a in own.items()}
-            parts |= {a: self._part(a) for a in own.values()}
+            parts |= {a: self.part(a) for a in own.values()}
             members.append(Member(node, shape, atom, self.factored.operands[node], tuple(wires), lead, looked))
             decided = self.decided.get(node.name)
             said = tuple(sorted(decided.items(), key=str)) if decided is not None else None
@@ -170,7 +174,8 @@ class Builder:
             key.append((id(shape), tuple(atom.values()), tuple(wires), lead, looked, self.weights.get(node), fixed))
         return members, (tuple(key), tuple(parts.values()))
 
-    def _part(self, atom: int) -> int:
+    def part(self, atom: int) -> int:
+        """The parts that an atom has to play, as a number."""
         m = self.marked
         part = (atom in m.batch) + 2 * (atom in m.sequence) + 4 * (atom in m.experts)
         return part + 8 * (atom in self.closed)
@@ -191,6 +196,8 @@ class Builder:
             spare.append(some[2])
         joint = self._combined(members, values, spare)
         made = Joint(members, values, choices, joint, np.zeros(len(joint)))
+        every = ((i, self.written.seconds(made, i)) for i in range(len(members)))
+        made.written = {i: seconds for i, seconds in every if seconds is not None}
         made.seconds = Cost(made, self.prices).seconds()
         return made
 
@@ -202,7 +209,7 @@ class Builder:
 
     def _axis(self, members: list[Member], legal: Choices, pinned_on: str = "") -> tuple[list, list, list[bool]]:
         """The values on an axis, what each call does under each, and which only stand in where no other can be."""
-        own = [legal.of(m.node) if m.lead else [] for m in members]
+        own = [self._own(m, legal) if m.lead else [] for m in members]
         if pinned_on:
             own = [pinned_choices(members[0].node, own[0], members[0].shape, pinned_on, self.factored, self.pins)]
         sums = all(frozenset(range(len(m.operands))) in m.shape.rule.linear for m in members)
@@ -220,8 +227,13 @@ class Builder:
         values = [v for v in values if not (must and v is None)]
         if must:
             values.append(None)
-        respond = _Response(members, own, legal)
+        respond = _Response(members, own, legal, self.writes)
         return values, [respond.to(v) for v in values], [must and v is None for v in values]
+
+    def _own(self, m: Member, legal: Choices) -> list[Choice]:
+        every = legal.of(m.node)
+        stays = [c for c in every if not asks(m, c)]
+        return every if self.writes or not stays or m.node in self.pins else stays
 
     def _closed(self, m: Member, leaf: Leaf, legal: Choices, pinned_on: str) -> bool:
         """Whether a free axis leaves this leaf alone: a contraction elsewhere must have it whole (a head dim)."""
@@ -253,9 +265,12 @@ class Builder:
 class _Response:
     """What every call of a group does under a value."""
 
-    def __init__(self, members: list[Member], own: list[list[Choice]], legal: Choices):
+    def __init__(self, members: list[Member], own: list[list[Choice]], legal: Choices, writes: bool):
         self.members, self.own, self.legal = members, own, legal
-        self.allowed = [frozenset(leaf for leaf in m.atom if legal.may_split(m.shape, leaf)) for m in members]
+        self.allowed = [
+            frozenset(x for x in m.atom if legal.may_split(m.shape, x) and (writes or x in some or not asks(m, x)))
+            for m, some in zip(members, own, strict=True)
+        ]
         self.readers: list[list[tuple[int, int, int]]] = [[] for _ in members]
         for i, m in enumerate(members):
             for k, wire in enumerate(m.wires):
@@ -332,95 +347,11 @@ def _leaf_at(dims: Any, spot: Any) -> Leaf | None:
     return dims[spot[0]][spot[1]][0]
 
 
-class Cost:
-    """The seconds of a group's calls and of the reshards inside it, for all joint values at once."""
-
-    def __init__(self, made: Joint, prices: Prices):
-        self.made, self.prices, self.mesh = made, prices, prices.mesh
-        self.count = len(made.joint)
-
-    def seconds(self) -> np.ndarray:
-        total = np.zeros(self.count)
-        if self.count == 1:
-            return total
-        for i, m in enumerate(self.made.members):
-            if not is_view(m.node):
-                total += self.call(i)
-        return total + self._inside()
-
-    def call(self, i: int) -> np.ndarray:
-        """Seconds of a call on the busiest rank."""
-        m = self.made.members[i]
-        local, share = self._local_lengths(i)
-        moved = np.zeros(self.count)
-        outs = m.node.meta["val"] if isinstance(m.node.meta["val"], (tuple, list)) else (m.node.meta["val"],)
-        tensors = [(o.meta["val"], d) for o, d in zip(m.operands, m.shape.inputs, strict=True)]
-        tensors += [(t, d) for t, d in zip(outs, m.shape.outputs, strict=False) if isinstance(t, torch.Tensor)]
-        for t, dims in tensors:
-            if dims is not None:
-                moved += self._elements(dims, local) * float(t.element_size())
-        rule = m.shape.rule
-        product = None
-        if rule.flops >= HEAVY and {"m", "n", "k"} <= m.shape.leaves.keys():
-            product = tuple(self._factor(m.shape, f, local) for f in "mnk")
-        dtype = tensors[0][0].dtype if tensors else torch.float32
-        return compute_seconds(rule.flops * share, moved, dtype, self.mesh.device, product)
-
-    def output_bytes(self, i: int, output: int) -> np.ndarray:
-        """Bytes of an output of a call on the busiest rank."""
-        m = self.made.members[i]
-        val = m.node.meta["val"]
-        tensor = val[output] if isinstance(val, (tuple, list)) else val
-        local, _ = self._local_lengths(i)
-        return np.zeros(self.count) + self._elements(m.shape.outputs[output], local) * float(tensor.element_size())
-
-    def _local_lengths(self, i: int) -> tuple[dict[Leaf, np.ndarray], np.ndarray]:
-        """Of each leaf that some value splits its longest piece, and the share of the iteration space that is."""
-        m, made = self.made.members[i], self.made
-        local: dict[Leaf, np.ndarray] = {}
-        for axis, (_, ranks) in enumerate(self.prices.axes):
-            picks = [c[i] for c in made.choices[axis]]
-            column = made.joint[:, axis]
-            for leaf in {p for p in picks if isinstance(p, tuple)}:
-                size = local.get(leaf, np.full(self.count, float(m.shape.leaves[leaf[0]][leaf[1]])))
-                taken = np.array([p == leaf for p in picks])[column]
-                local[leaf] = np.where(taken, np.ceil(size / ranks), size)
-        share = np.ones(self.count)
-        for leaf, size in local.items():
-            share = share * (size / max(1, m.shape.leaves[leaf[0]][leaf[1]]))
-        return local, share
-
-    def _elements(self, dims: Any, local: dict[Leaf, np.ndarray]) -> Any:
-        fixed, out = 1.0, None
-        for leaf, n in (part for dim in dims for part in dim):
-            if leaf in local:
-                out = local[leaf] if out is None else out * local[leaf]
-            else:
-                fixed *= max(n, 1)
-        return fixed if out is None else out * fixed
-
-    def _factor(self, shape: Shape, factor: str, local: dict[Leaf, np.ndarray]) -> Any:
-        out: Any = 1.0
-        for i, n in enumerate(shape.leaves[factor]):
-            out = out * local.get((factor, i), float(n))
-        return out if isinstance(out, np.ndarray) else np.full(self.count, out)
-
-    def _inside(self) -> np.ndarray:
-        """Reshards between calls of the group; readers that need the same share one."""
-        total = np.zeros(self.count)
-        paid: set[tuple[Wire, int]] = set()
-        for i, m in enumerate(self.made.members):
-            for k, wire in enumerate(m.wires):
-                if wire is None:
-                    continue
-                have, want = self.made.gives(*wire), self.made.needs(i, k)
-                if (wire, id(want)) in paid or have is want:
-                    continue
-                paid.add((wire, id(want)))
-                operand = m.operands[k]
-                table = self.prices.between(lengths_of(m.shape.inputs[k]), itemsize(operand), have, want)
-                total += table[have.place, want.place]
-        return total
+def alone(member: Member, ways: list[tuple[Choice, ...]]) -> Joint:
+    """A call by itself whose values are these ways of splitting it, one choice an axis; without costs."""
+    options = [list(dict.fromkeys(axis)) for axis in zip(*ways, strict=True)]
+    joint = np.array([[some.index(c) for some, c in zip(options, way, strict=True)] for way in ways])
+    return Joint([member], options, [[[c] for c in some] for some in options], joint, np.zeros(len(ways)))
 
 
 def atoms_seen(factored: Factored) -> dict[int, int]:
@@ -450,12 +381,3 @@ def closed_atoms(factored: Factored) -> frozenset[int]:
         if shape.rule.flops >= HEAVY and shape.rule.whole:
             found |= {a for leaf, a in factored.atoms[node].items() if leaf[0] in shape.rule.whole}
     return frozenset(found)
-
-
-def lengths_of(dims: Any) -> tuple[int, ...]:
-    """The sizes of a tensor's factors."""
-    return tuple(max(1, n) for dim in dims for _, n in dim)
-
-
-def itemsize(value: fx.Node) -> int:
-    return value.meta["val"].element_size()

@@ -25,7 +25,7 @@ from .decompose import decompose_calls
 from .errors import PlanError
 from .factors import Factored, extended, factor_graph
 from .facts import with_facts
-from .given import check_pins, check_saved, pinned_calls
+from .given import Pins, check_pins, check_saved, pinned_calls
 from .graph import Graph, is_getitem, is_tensor, tensor_operands, where
 from .groups import contract, single
 from .joint import Builder
@@ -58,14 +58,32 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What an earlier round decided: {call: {axis: choice}}, how parameters rest; the factors, if they still hold."""
+class Case:
+    """A program to plan.
 
-    calls: Mapping[str, Mapping[str, Choice]] = field(default_factory=dict)
-    params: Mapping[str, Layout] = field(default_factory=dict)
-    factored: Factored | None = None
-    again: frozenset[str] = frozenset()
+    Attributes:
+        pins: the calls that pins name.
+        written: the calls written out so far.
+        writes: whether a free axis may ask for more of them.
+    """
 
+    graph: Graph
+    factored: Factored
+    pins: Pins
+    written: tuple[str, ...] = ()
+    writes: bool = True
+
+    def with_written(self, names: tuple[str, ...], resting: Mapping[str, Layout] | None) -> Case:
+        """The same program with these calls written out; a pin of one holds for what its first output is now."""
+        made = decompose_calls(self.graph, names)
+        factored = extended(self.factored.moved(made.twins), made.graph) or factor_graph(made.graph, resting)
+        firsts = {n: made.firsts.get(n, made.twins[n]) for n in self.pins}
+        pins = {f.args[0] if is_getitem(f) else f: self.pins[n] for n, f in firsts.items()}
+        return replace(self, graph=made.graph, factored=factored, pins=pins, written=(*self.written, *names))
+
+
+KEPT = 1e-4
+"""By so much, relative, a plan may cost more than what its calls written out were chosen for."""
 
 Decide = Callable[[Problem], list[int]]
 """From a problem to the value of each variable: for plans that are not the best one."""
@@ -75,8 +93,7 @@ Decide = Callable[[Problem], list[int]]
 class Draft:
     """A plan in the making: what every call does, and how parameters rest."""
 
-    graph: Graph
-    factored: Factored
+    case: Case
     mesh: Mesh
     options: Options
     taken: dict[fx.Node, dict[str, Choice]] = field(default_factory=dict)
@@ -87,49 +104,83 @@ class Draft:
     reasons: Reasons | None = None
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def graph(self) -> Graph:
+        return self.case.graph
+
+    @property
+    def factored(self) -> Factored:
+        return self.case.factored
+
     def split(self, node: fx.Node) -> Split:
         return split_of(self.factored, self.mesh, node, self.taken.get(node, {}))
 
 
 @no_collection()
 def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None = None) -> tuple[Graph, Plan]:
-    """Decide everything. Returns the graph too: calls may have been decomposed so that a factor could be split.
+    """Decide everything. Returns a graph too: calls may have been written out so that a factor could be split.
+
+    A split that asks for that is priced as the ops that it takes (`written.py`). Then the calls are written out and all
+    is decided again; should that cost more than was promised, the plan without such splits is made too, and the cheaper
+    of the two is returned.
 
     `decide`: takes the place of `solve`, one variable for every call.
 
     Raises:
         PlanError: what was asked cannot be had; the message names the facts in conflict.
     """
-    done: tuple[str, ...] = ()
-    decided, reasons, gap = Decided(), None, 0.0
-    while True:
-        draft = _decide(graph, mesh, options, decide, decided)
-        assert draft.reasons is not None
-        reasons = draft.reasons = draft.reasons.after(reasons)
-        gap = max(gap, draft.solution.gap if draft.solution is not None else math.inf)
-        names = tuple(n.name for n in draft.taken if _needs_decomposing(draft, n))
-        if not names:
-            return replace(graph, factored=draft.factored), _finished(draft, done, gap)
-        calls = {n.name: by for n, by in draft.taken.items() if n.name not in names}
-        graph = decompose_calls(graph, names, draft.factored)
-        decided = Decided(calls, draft.params, extended(draft.factored, graph), draft.again)
-        done += names
+    factored = factor_graph(graph, options.resting)
+    check_pins(graph, factored, options.pin, mesh)
+    first = decided(Case(graph, factored, pinned_calls(graph, options.pin)), mesh, options, decide)
+    if decide is not None:
+        return _made(_written(first, decide), math.inf)
+    assert first.solution is not None
+    bound, cost = first.solution.bound, first.solution.cost
+    try:
+        last = _written(first)
+    except PlanError:  # what it keeps when written out is too much for the memory
+        last = None
+    if last is not None and last.solution is not None and last.solution.cost <= cost * (1 + KEPT):
+        return _made(last, bound)
+    try:
+        whole = _written(decided(replace(first.case, writes=False), mesh, options))
+    except PlanError:
+        if last is None:
+            raise
+        return _made(last, bound)
+    return min((_made(d, bound) for d in (last, whole) if d is not None), key=lambda made: sum(made[1].seconds))
+
+
+def _written(draft: Draft, decide: Decide | None = None) -> Draft:
+    """The draft, or, where it asks for calls to be written out, one that has been decided with them so."""
+    while names := tuple(n.name for n in draft.taken if _needs_decomposing(draft, n)):
+        case = draft.case.with_written(names, draft.options.resting)
+        draft = decided(case, draft.mesh, draft.options, decide)
+    return draft
+
+
+def _made(draft: Draft, bound: float) -> tuple[Graph, Plan]:
+    """The plan of a draft, no plan costing less than `bound` seconds."""
+    gap = math.inf
+    if draft.solution is not None:
+        gap = max(draft.solution.gap, (draft.solution.cost - bound) / bound if bound > 0 else 0.0)
+    return replace(draft.graph, factored=draft.factored), _finished(draft, gap)
 
 
 def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Graph, Plan]:
     """A saved plan on a freshly captured graph, checked: every call is there and every choice is legal."""
-    graph = decompose_calls(graph, plan.decomposed, factor_graph(graph)) if plan.decomposed else graph
+    graph = decompose_calls(graph, plan.decomposed).graph if plan.decomposed else graph
     names = {n.name for n in graph.calls()}
     missing = sorted(names ^ set(plan.choices))
     if missing:
         some = f"{len(missing)} calls differ, such as {missing[:3]}"
         raise PlanError(f"the plan is of another program: {some}; plan again")
     check_saved(graph, mesh, plan)
-    draft = Draft(graph, factor_graph(graph, plan.resting), mesh, options)
+    draft = Draft(Case(graph, factor_graph(graph, plan.resting), {}, plan.decomposed), mesh, options)
     draft.taken = {n: dict(plan.choices[n.name]) for n in graph.calls()}
     draft.params, draft.zero, draft.again = dict(plan.resting), plan.zero, plan.again
     draft.notes += _batch_notes(graph, mesh)
-    return replace(graph, factored=draft.factored), _finished(draft, plan.decomposed)
+    return _made(draft, math.inf)
 
 
 def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
@@ -138,45 +189,36 @@ def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
     return any(isinstance(c, tuple) and c[0] in rule.decompose for c in taken)
 
 
-def _decide(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None, decided: Decided) -> Draft:
-    factored = decided.factored or factor_graph(graph, options.resting)
-    draft = Draft(graph, factored, mesh, options)
-    draft.taken = {n: dict(decided.calls.get(n.name, {})) for n in graph.calls()}
-    draft.params |= decided.params
-    draft.notes += _batch_notes(graph, mesh)
-    check_pins(graph, factored, options.pin, mesh)
-    stage = stage_asked(graph, mesh, options)
-    tables = _tables(draft, decided, decide is not None, stage)
+def decided(case: Case, mesh: Mesh, options: Options, decide: Decide | None = None) -> Draft:
+    """A draft of a program as it stands: calls whose choice asks for simpler ops are not yet written out."""
+    draft = Draft(case, mesh, options)
+    draft.notes += _batch_notes(case.graph, mesh)
+    stage = stage_asked(case.graph, mesh, options)
+    tables = _tables(draft, decide is not None, stage)
     if decide is None:
-        draft.solution, again = _solution(draft, tables)
-        draft.again = again or decided.again
+        draft.solution, draft.again = _solution(draft, tables)
         values = draft.solution.values
     else:
         values = decide(tables.problem)
     _take(draft, tables, values)
-    memory = tables.memory(saved_values(graph, factored)) if options.memory is not None else ()
+    memory = tables.memory(saved_values(case.graph, case.factored)) if options.memory is not None else ()
     draft.reasons = Reasons(tables, values, memory)
-    draft.zero = stage if isinstance(stage, int) else stage_of(draft.params, graph, mesh, draft.again)
-    draft.notes += small_notes(draft.params, graph, mesh, stage)
+    draft.zero = stage if isinstance(stage, int) else stage_of(draft.params, case.graph, mesh, draft.again)
+    draft.notes += small_notes(draft.params, case.graph, mesh, stage)
     return draft
 
 
-def _tables(draft: Draft, decided: Decided, every: bool, stage: int | str) -> Tables:
+def _tables(draft: Draft, every: bool, stage: int | str) -> Tables:
     """The problem: one variable per group, or (`every`) per call, and one per parameter."""
-    graph, factored, options = draft.graph, draft.factored, draft.options
+    graph, factored, options, pins = draft.graph, draft.factored, draft.options, draft.case.pins
     prices = Prices(draft.mesh)
     marked = marked_atoms(graph, factored)
-    pins = pinned_calls(graph, options.pin)
     tables = Tables(graph, factored, prices, again=stage == 3)
-    builder = Builder(graph, factored, prices, marked, decided.calls, pins, grouped=not every)
-    if decided.calls:
-        groups = single(_undecided(draft, decided))
-    else:
-        groups = single(graph.calls()) if every else contract(graph, factored, frozenset(pins))
-    for group in groups:
+    builder = Builder(graph, factored, prices, marked, {}, pins, grouped=not every, writes=draft.case.writes)
+    for group in single(graph.calls()) if every else contract(graph, factored, frozenset(pins)):
         tables.add_group(group, builder)
     trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
-    rests = Rests(factored, prices, options, marked, stage, decided.params)
+    rests = Rests(factored, prices, options, marked, stage)
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         if role.kind == "param":
             tables.add_parameter(node, str(role.name), rests.of(node, str(role.name), role.name in trained))
@@ -189,18 +231,10 @@ def _tables(draft: Draft, decided: Decided, every: bool, stage: int | str) -> Ta
 
 def _solution(draft: Draft, tables: Tables) -> tuple[Solution, frozenset[str]]:
     """The best values, within the memory where there is a limit, and what backward makes again."""
-    if draft.options.memory is None or draft.params:
-        hubs = [] if draft.params else tables.hubs()
+    if draft.options.memory is None:
+        hubs = tables.hubs()
         return polish(tables.problem, tables.codes(), solve(tables.problem, hubs=hubs), hubs), frozenset()
     return within(tables, draft.options.memory, saved_values(draft.graph, draft.factored))
-
-
-def _undecided(draft: Draft, decided: Decided) -> list[fx.Node]:
-    """The calls left to decide, and the decided ones that they read or that read them."""
-    new = [n for n in draft.graph.calls() if n.name not in decided.calls]
-    near = {m for n in new for m in (*n.all_input_nodes, *n.users)}
-    near |= {m for n in near if is_getitem(n) for m in (*n.all_input_nodes, *n.users)}
-    return [n for n in draft.graph.calls() if n.name not in decided.calls or n in near]
 
 
 def _take(draft: Draft, tables: Tables, values: list[int]) -> None:
@@ -236,7 +270,7 @@ def _batch_notes(graph: Graph, mesh: Mesh) -> list[str]:
     return notes
 
 
-def _finished(draft: Draft, decomposed: tuple[str, ...], gap: float = math.inf) -> Plan:
+def _finished(draft: Draft, gap: float) -> Plan:
     modules = {n.name: (n.meta.get("module", ""), str(n.target), n.meta.get("where", "")) for n in draft.taken}
     whole_notes = [*_notes_of_unsplit(draft), *_notes_of_whole(draft)]
     plan = Plan(
@@ -245,7 +279,7 @@ def _finished(draft: Draft, decomposed: tuple[str, ...], gap: float = math.inf) 
         draft.params,
         zero=draft.zero,
         again=draft.again,
-        decomposed=decomposed,
+        decomposed=draft.case.written,
         notes=(*draft.graph.notes, *draft.notes, *whole_notes),
         decisions=draft.reasons,
         modules=modules,

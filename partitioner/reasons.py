@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch.fx as fx
 
+from .call_costs import Cost
 from .fold import MODEL
 from .graph import is_getitem
-from .joint import Cost, Joint
+from .joint import Joint
 from .layout import Layout
 from .plan import Decision
 from .states import UNREACHABLE
@@ -65,63 +66,40 @@ class Reasons:
         self._tables, self._values, self._memory = tables, values, memory
         self._where = {m.node.name: (i, k) for i, v in enumerate(tables.variables) for k, m in enumerate(v.members)}
         self._params = {v.name: i for i, v in enumerate(tables.variables) if v.resting is not None}
-        self._earlier: Reasons | None = None
-
-    def after(self, earlier: Reasons | None) -> Reasons:
-        """These, for what `earlier` does not know: calls that replaced others were decided later."""
-        self._earlier = earlier
-        return self
 
     def of(self, call: str) -> dict[str, Decision]:
         """Per axis the decision on a call, where it had a choice."""
-        own = self._knowing(call)
-        return own._of(call) if own is not None else {}
+        return self._of(call)
 
     def next_best(self, call: str, axis: str) -> Next | None:
         """The next best choice of a call on an axis; None where no other fits its neighbours as they are."""
-        own = self._knowing(call)
-        return own._next_best(call, axis) if own is not None else None
+        return self._next_best(call, axis)
 
     def together(self, call: str) -> list[str]:
         """The calls that decide with a call, it included, in program order."""
-        own = self._knowing(call)
-        return [m.node.name for m in own._tables.variables[own._where[call][0]].members] if own is not None else []
+        return [m.node.name for m in self._tables.variables[self._where[call][0]].members]
 
     def has_say(self, call: str) -> bool:
         """Whether a call's own dims are choices of its group; others do as their operands, or as their reader."""
-        own = self._knowing(call)
-        if own is None:
-            return False
-        i, k = own._where[call]
-        return own._tables.variables[i].members[k].lead
+        i, k = self._where[call]
+        return self._tables.variables[i].members[k].lead
 
     def layouts(self, name: str) -> int:
         """In how many ways a parameter may rest."""
-        own = self._first
-        variable = own._tables.variables[own._params[name]]
+        variable = self._tables.variables[self._params[name]]
         return len(variable.resting.layouts) if variable.resting is not None else 0
 
     def next_layout(self, name: str) -> Next | None:
         """The next best way for a parameter to rest."""
-        own = self._first
-        i = own._params[name]
-        resting, chosen, costs = own._tables.variables[i].resting, own._values[i], own._costs(i)
+        i = self._params[name]
+        resting, chosen, costs = self._tables.variables[i].resting, self._values[i], self._costs(i)
         assert resting is not None
         others = [v for v in range(len(costs)) if v != chosen and costs[v] < UNREACHABLE]
         if not others:
             return None
         best = min(others, key=lambda v: (costs[v], v))
-        terms = [Term("optimizer", *_two(resting.seconds, chosen, best)), *own._near_terms(i, chosen, best)]
-        return Next(resting.layouts[best], float(costs[best] - costs[chosen]), tuple(terms), own._more(i, best))
-
-    @property
-    def _first(self) -> Reasons:
-        """Of the first round: later ones hold parameters where that put them."""
-        return self._earlier._first if self._earlier is not None else self
-
-    def _knowing(self, call: str) -> Reasons | None:
-        earlier = self._earlier._knowing(call) if self._earlier is not None else None
-        return earlier or (self if call in self._where else None)
+        terms = [Term("optimizer", *_two(resting.seconds, chosen, best)), *self._near_terms(i, chosen, best)]
+        return Next(resting.layouts[best], float(costs[best] - costs[chosen]), tuple(terms), self._more(i, best))
 
     def _joint(self, i: int) -> Joint:
         joint = self._tables.variables[i].joint

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,7 @@ class Resting:
 
 
 class Rests:
-    """Makes the `Resting` of parameters; equal ones share it. `decided`: {parameter: layout} not to be changed."""
+    """Makes the `Resting` of parameters; equal ones share it."""
 
     def __init__(
         self,
@@ -67,10 +66,9 @@ class Rests:
         options: Options,
         marked: Marked,
         stage: int | str,
-        decided: Mapping[str, Layout],
     ):
         self.factored, self.prices, self.options, self.marked = factored, prices, options, marked
-        self.given = dict(options.resting) if options.resting is not None else decided
+        self.given = dict(options.resting or {})
         self.mesh, self.stage = prices.mesh, stage
         self.shard = shard_axes(self.mesh) if stage != 0 else ()
         self._made: dict[Any, Resting] = {}

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import torch.fx as fx
 
+from .call_costs import Cost
 from .factors import Factored
 from .graph import Graph, is_getitem, is_tensor
-from .joint import Cost, Joint, Member
+from .joint import Joint, Member
 from .states import Prices
 from .strategies import is_view
 

@@ -110,15 +110,15 @@ class Prices:
         self.mesh = mesh
         self.axes = tuple((a, n) for a, n in mesh.axes if n > 1 and mesh.role(a) != "pipeline")
         self.names = tuple(a for a, _ in self.axes)
-        self._known: dict[tuple, np.ndarray] = {}
+        self._known: dict[tuple, tuple[np.ndarray, States, States]] = {}
 
     def between(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
         """(unique states of `have`, unique states of `want`): seconds. `lengths`: the tensor's factors."""
         key = (lengths, itemsize, id(have), id(want))
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._priced(lengths, itemsize, have, want)
-        return found
+            found = self._known[key] = (self._priced(lengths, itemsize, have, want), have, want)  # held: known by id
+        return found[0]
 
     def _priced(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
         used = have.used() | want.used()

@@ -45,6 +45,8 @@ def input_state(shape: Shape, operand: int, choice: Choice) -> State | Seen:
         return None
     for (k, dim), (factor, _) in shape.rule.windows.items():
         if k == operand and factor == choice[0] and (through := shape.through(operand, dim)):
+            if factor in shape.rule.decompose:  # the simpler ops see through windows of their own
+                return (dim, 0)
             sizes = [n for _, n in shape.inputs[operand][dim]]
             size = math.prod(sizes)
             return Seen((dim, 0), through, (sizes[0], size // max(1, sizes[0])), size)

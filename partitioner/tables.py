@@ -14,16 +14,18 @@ Tables of equal parts are one object, by which `solve` knows equal layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch.fx as fx
 
+from .call_costs import itemsize
 from .factors import Factored
 from .graph import Graph, is_getitem, is_tensor
 from .groups import Group
-from .joint import Builder, Joint, Member, itemsize
+from .joint import Builder, Joint, Member
 from .resting import Resting
 from .saved import saved_bytes
 from .solve import Problem
@@ -36,13 +38,14 @@ FREE = 2e-9
 @dataclass(eq=False)
 class Variable:
     """A group (`members`, `joint`), a parameter (`name`, `resting`), or the state in which several groups see a tensor
-    (`name`, `states`; an input's is whole)."""
+    (`name`, `states`, and `dims`, its atoms; an input's is whole)."""
 
     joint: Joint | None = None
     members: list[Member] = field(default_factory=list)
     name: str = ""
     resting: Resting | None = None
     states: States | None = None
+    dims: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -89,6 +92,7 @@ class Tables:
         self._group_of: dict[fx.Node, tuple[int, int]] = {}
         self._param: dict[fx.Node, int] = {}
         self._input: dict[fx.Node, int] = {}
+        self._ends: tuple[int, Mapping[fx.Node, States], Mapping[fx.Node, States]] = (-1, {}, {})
         self._whole = States([(0,) * len(prices.axes)], np.zeros(1, dtype=np.intp))
         self._tables: dict[Any, np.ndarray] = {}
         self._copies: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
@@ -124,6 +128,11 @@ class Tables:
         self._input[node] = self.problem.variable(np.zeros(1))
         self.variables.append(Variable(name=node.name, states=self._whole))
 
+    def add_ends(self, values: int, given: Mapping[fx.Node, States], wanted: Mapping[fx.Node, States]) -> int:
+        """What stands around a part of a program: a variable whose values lay its inputs, and need its outputs."""
+        self._ends = (self.problem.variable(np.zeros(values)), given, wanted)
+        self.variables.append(Variable(name="ends", states=self._whole))
+        return self._ends[0]
 
     def memory(self, saved: frozenset[fx.Node]) -> list[np.ndarray]:
         """Per variable and value the bytes that it keeps; see `saved.py`."""
@@ -152,9 +161,9 @@ class Tables:
         for reads in found:
             for value, one in reads.items():
                 readers.setdefault(value, []).append(one)
-        whole = self._whole
         for value in dict.fromkeys(v for v in self.graph.output_values if v is not None and v in readers):
-            readers[value].append(_Reads({id(whole): whole}))
+            want = self._ends[2].get(value, self._whole)
+            readers[value].append(_Reads({id(want): want}))
         for h, reads in enumerate(found):
             for value, one in reads.items():
                 given = self._giver(value)
@@ -176,7 +185,7 @@ class Tables:
             self._states[key] = (made, np.zeros(len(unique)), self._spread(value, have, made), wants)
         made, zeros, table, _ = self._states[key]
         c = self.problem.variable(zeros)
-        self.variables.append(Variable(name=value.name, states=made))
+        self.variables.append(Variable(name=value.name, states=made, dims=self.factored.dims[value]))
         self._copied_from.append((g, c))
         self.problem.pair(g, c, table)
         if any(r.forward for r in readers) and any(r.backward for r in readers):
@@ -208,6 +217,8 @@ class Tables:
             resting = self.variables[i].resting
             assert resting is not None
             return i, id(resting), resting.states
+        if value in self._ends[1]:
+            return self._ends[0], ("ends", value), self._ends[1][value]
         if producer in self._input:
             return self._input[producer], ("input", tuple(map(len, self.factored.dims[value]))), self._whole
         return None
@@ -292,6 +303,8 @@ class Tables:
                 resting = self.variables[p].resting
                 assert resting is not None
                 self.problem.pair(g, p, self._known(("grad", known, id(resting)), value, have, resting.states))
+            elif value in self._ends[2]:
+                self.problem.pair(g, self._ends[0], self._spread(value, have, self._ends[2][value]))
             elif value not in seen:
                 seen.add(value)
                 lengths = tuple(map(len, self.factored.dims[value]))
@@ -303,4 +316,3 @@ class Tables:
         if found is None:
             found = self._tables[key] = self._spread(value, have, want)
         return found
-

@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch.fx as fx
 
+from .call_costs import Cost, itemsize
 from .factors import Factored
 from .given import pinned_calls
 from .graph import Graph, is_tensor, tensor_operands, values_of
 from .groups import single
-from .joint import Builder, Cost, Joint, Member, itemsize
+from .joint import Builder, Joint, Member
 from .mesh import Mesh
 from .plan import Plan
 from .planner import Options
@@ -119,7 +120,7 @@ class Untied:
     def _inputs(self) -> None:
         graph, options = self.graph, self.options
         marked, stage = marked_atoms(graph, self.factored), stage_asked(graph, self.prices.mesh, options)
-        rests = Rests(self.factored, self.prices, options, marked, stage, {})
+        rests = Rests(self.factored, self.prices, options, marked, stage)
         trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         for node in graph.fx.nodes:

@@ -1,0 +1,119 @@
+"""Calls whose split asks for simpler ops: priced as those, and never dearer than another choice would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import meshwright as mw
+import pytest
+import torch
+import torch.nn.functional as F
+from meshwright.partitioner.capture import capture
+from meshwright.partitioner.errors import PlanError
+from meshwright.partitioner.factors import factor_graph
+from meshwright.partitioner.given import pinned_calls
+from meshwright.partitioner.graph import Graph
+from meshwright.partitioner.plan import Plan
+from meshwright.partitioner.planner import Case, Options, decided, make_plan, replan
+from torch import nn
+
+Op = Callable[[torch.Tensor], torch.Tensor]
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+def variances(x: torch.Tensor) -> torch.Tensor:
+    """Over the batch, which a data axis splits. The mean that `var` becomes is named as the `var_mean` beside it."""
+    return torch.var_mean(x, 0)[0] + x.var(0)
+
+
+class Last(nn.Module):
+    """An op over the columns of a product."""
+
+    def __init__(self, rows: int, columns: int, op: Op):
+        super().__init__()
+        self.w, self.op = nn.Parameter(torch.empty(rows, columns)), op
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.op((x @ self.w) * y)
+
+
+def captured(tokens: int, rows: int, columns: int, op: Op = softmax) -> Graph:
+    with torch.device("meta"):
+        model, x, y = Last(rows, columns, op), torch.empty(tokens, rows), torch.empty(tokens, columns)
+    return capture(model, (x, y), {}, backward=False)
+
+
+def planned(graph: Graph, axes: dict[str, int], pin: dict[str, str] | None = None) -> Plan:
+    return make_plan(graph, mw.Mesh(**axes, device="h100"), Options(pin=pin or {}))[1]  # type: ignore[arg-type]
+
+
+def calls(graph: Graph) -> list[str]:
+    return [str(n) for n in graph.fx.nodes]
+
+
+@pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 4}, {"dp": 2, "x": 4}], ids=str)
+@pytest.mark.parametrize("sizes", [(1024, 4096, 4096), (4096, 1024, 8192), (16384, 512, 8192)], ids=str)
+def test_no_way_to_pin_the_op_is_cheaper(axes: dict[str, int], sizes: tuple[int, int, int]):
+    graph = captured(*sizes)
+    free = sum(planned(graph, axes).seconds)
+    for text in ("[t, v]", "[t:x, v]", "[t, v:x]"):
+        assert free <= sum(planned(graph, axes, {"op:*softmax*": text}).seconds) * (1 + 1e-6), text
+
+
+def test_both_ways_are_taken_where_they_pay():
+    graph = captured(16384, 512, 8192)
+    assert planned(graph, {"x": 2, "y": 4}).decomposed and not planned(graph, {"x": 4}).decomposed
+
+
+@pytest.mark.parametrize("op", [softmax, variances])
+def test_planning_leaves_the_graph_as_it_was(op: Op):
+    graph = captured(16384, 512, 8192, op)
+    names, first = calls(graph), planned(graph, {"dp": 2, "x": 4})
+    assert first.decomposed and calls(graph) == names
+    assert planned(graph, {"dp": 2, "x": 4}).to_text() == first.to_text()
+
+
+@pytest.mark.parametrize("op", [softmax, variances])
+def test_a_saved_plan_writes_the_same_calls_out(op: Op):
+    graph, mesh = captured(16384, 512, 8192, op), mw.Mesh(dp=2, x=4, device="h100")
+    plan = make_plan(graph, mesh, Options())[1]
+    assert plan.decomposed
+    assert replan(graph, mesh, Plan.from_text(plan.to_text(), mesh), Options())[1].choices == plan.choices
+
+
+def test_a_pin_of_a_call_holds_when_it_is_written_out():
+    graph = captured(1024, 4096, 4096)
+    plan = planned(graph, {"x": 4}, {"op:*softmax*": "[t, v:x]"})
+    assert plan.decomposed and plan.facts is not None
+    (out,) = [m for m in plan.facts.moves if m.leaves]
+    assert str(out.before) == "[1024, 4096:x]"
+
+
+def test_a_loss_over_a_split_vocabulary_is_promised_what_it_costs():
+    """The head's plan was chosen for what `nll` takes as one call, and cost more than the one it was preferred to."""
+    with torch.device("meta"):
+        model, tokens = nn.Sequential(nn.Embedding(32128, 1024), nn.Linear(1024, 32128)), torch.empty(256, 512)
+    graph = capture(model, (tokens.long(),), {}, target=tokens.long(), loss=lambda x, t: F.cross_entropy(x.mT, t))
+    mesh = mw.Mesh(node=4, gpu=8, device="h100", links={"node": "ib-ndr", "gpu": "nvlink4"})
+    free = make_plan(graph, mesh, Options())[1]
+    for pin in ({"1.weight": "[v, d]"}, {"1.weight": "[v:gpu, d]"}, {"nll": "[t:node+gpu]"}, {"nll": "[t:node]"}):
+        assert sum(free.seconds) <= sum(make_plan(graph, mesh, Options(pin=pin))[1].seconds) * (1 + 1e-6), pin
+
+
+def test_what_writing_out_keeps_counts_for_the_memory():
+    graph = captured(1024, 4096, 4096)
+    with pytest.raises(PlanError, match="cannot hold"):
+        make_plan(graph, mw.Mesh(x=4, device="h100"), Options(memory=1, pin={"op:*softmax*": "[t, v:x]"}))
+
+
+# -- the objective
+def test_what_is_minimised_is_the_price_also_where_nothing_is_left_to_choose():
+    """Groups with one value cost nothing: the gap was relative to less than the step takes."""
+    graph, mesh = captured(1024, 4096, 4096), mw.Mesh(dp=4, device="h100")
+    factored, options = factor_graph(graph), Options(zero=0, pin={"w": "[i, o]"})
+    solution = decided(Case(graph, factored, pinned_calls(graph, options.pin)), mesh, options).solution
+    assert solution is not None
+    assert solution.cost == pytest.approx(sum(make_plan(graph, mesh, options)[1].seconds), rel=1e-4)
