@@ -14,6 +14,7 @@ from dataclasses import replace
 from .action import COMPUTE, Action
 from .collection import no_collection
 from .errors import ScheduleError
+from .placed import PLACED, faults_text, unplaced
 from .schedule import Edge, Flow, Schedule, flow
 from .waits import Wait, cycle_text
 
@@ -80,8 +81,11 @@ def start_ticks(schedule: Schedule, ways: Flow) -> list[list[int]]:
     """Per rank, when each action starts, as early as its operands and the rank allow.
 
     Raises:
-        ScheduleError: computations that wait in a circle, or for what stands nowhere.
+        ScheduleError: an action of no stage of its rank, computations that wait in a circle or for what stands nowhere.
     """
+    faults = list(unplaced(schedule))
+    if faults:
+        raise ScheduleError(faults_text(schedule, PLACED, faults))
     starts: list[list[int]] = [[] for _ in schedule.orders]
     free = [0] * schedule.ranks
     done: dict[Value, int] = {}

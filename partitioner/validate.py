@@ -15,14 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .action import COMPUTE, KINDS, SENDS, TRANSFERS, WHOLE_STAGE, Action
+from .action import COMPUTE, SENDS, TRANSFERS, Action
 from .collection import no_collection
 from .errors import ScheduleError
+from .placed import PLACED, faults_text, unplaced
 from .rendezvous import Mode, deadlock, meeting
 from .schedule import Edge, Flow, Schedule, flow
-
-SHOWN = 20
-"""Faults of one kind that an error spells out."""
 
 
 @no_collection()
@@ -51,9 +49,7 @@ def validate(
     for law, faults in LAWS:
         found = list(faults(checked))
         if found:
-            more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-            lines = "\n  ".join([*found[:SHOWN], *more])
-            raise ScheduleError(f"schedule {schedule.name}: {law}:\n  {lines}")
+            raise ScheduleError(faults_text(schedule, law, found))
 
 
 Key = tuple[int, str, int | None, int | None]
@@ -80,35 +76,17 @@ class _Checked:
 
 
 def _misplaced(checked: _Checked) -> Iterator[str]:
-    schedule, ways = checked.schedule, checked.ways
-    for stage, rank in enumerate(schedule.placement):
-        if not 0 <= rank < schedule.ranks:
-            yield f"stage {stage} lies on rank {rank}, but the ranks are 0 to {schedule.ranks - 1}"
-    for rank, order in enumerate(schedule.orders):
+    yield from unplaced(checked.schedule)
+    for rank, order in enumerate(checked.schedule.orders):
         for action in order:
-            fault = _misnamed(action, rank, schedule) or (
-                _misrouted(action, checked, ways) if action.kind in TRANSFERS else None
-            )
-            if fault:
-                yield f"rank {rank}, {action}: {fault}"
+            if action.kind in TRANSFERS and 0 <= action.stage < checked.schedule.stages:
+                fault = _misrouted(action, checked)
+                if fault:
+                    yield f"rank {rank}, {action}: {fault}"
 
 
-def _misnamed(action: Action, rank: int, schedule: Schedule) -> str | None:
-    if action.kind not in KINDS:
-        return f"there is no kind {action.kind!r}; there are {', '.join(sorted(KINDS))}"
-    if not 0 <= action.stage < schedule.stages:
-        return f"there is no stage {action.stage}; the stages are 0 to {schedule.stages - 1}"
-    if schedule.placement[action.stage] != rank:
-        return f"stage {action.stage} lies on rank {schedule.placement[action.stage]}"
-    if (action.micro is None) != (action.kind in WHOLE_STAGE):
-        return f"{action.kind} has {'no' if action.kind in WHOLE_STAGE else 'a'} micro-batch"
-    if action.micro is not None and not 0 <= action.micro < schedule.micro_batches:
-        return f"there is no micro-batch {action.micro}; they are 0 to {schedule.micro_batches - 1}"
-    return None
-
-
-def _misrouted(action: Action, checked: _Checked, ways: Flow) -> str | None:
-    here, other = action.stage, action.other
+def _misrouted(action: Action, checked: _Checked) -> str | None:
+    here, other, ways = action.stage, action.other, checked.ways
     if action.kind.endswith("B") and not checked.schedule.trains:
         return "there is no backward"
     others = {
@@ -272,7 +250,7 @@ def _deadlocked(checked: _Checked) -> Iterator[str]:
 
 
 LAWS: tuple[tuple[str, Callable[[_Checked], Iterator[str]]], ...] = (
-    ("actions that cannot be where they are", _misplaced),
+    (PLACED, _misplaced),
     ("actions that do not stand exactly once", _not_once),
     ("actions before what they need", _disordered),
     ("more in flight than the bound", _too_much_in_flight),

@@ -43,6 +43,7 @@ yet.
 ```python
 computed = generate("1f1b", ranks=4, micro_batches=8)       # or from_text(a text of your own)
 schedule = with_transfers(computed, edges, gradients)       # pairs (source stage, target stage); a chain by default
+schedule = with_reductions(schedule)                         # gradients of replicas, summed under the cool-down
 validate(schedule, edges, gradients, bound=in_flight_bound("1f1b", 4, 8))
 timeline = simulate(schedule, Costs(stages, hops))          # seconds, bubble, idle, peak bytes, in flight
 write_trace("step.json", timeline.events, timeline.memory)  # opens in Perfetto

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from meshwright.partitioner.action import COMPUTE, SENDS
 from meshwright.partitioner.errors import ScheduleError
 from meshwright.partitioner.grid import grid
+from meshwright.partitioner.reductions import with_reductions
 from meshwright.partitioner.schedule import Schedule, chain, flow, from_text
 from meshwright.partitioner.schedules.generate import NAMES, generate, in_flight_bound
 from meshwright.partitioner.send_recv import needs, with_transfers
@@ -39,11 +40,11 @@ def test_gpipe_and_1f1b_have_their_closed_form(ranks, micro_batches, forward, ba
         assert timeline.idle == pytest.approx([(ranks - 1) * (forward + backward + weight)] * ranks)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), times, times)
-def test_interleaved_has_its_closed_form(ranks, groups, virtual, forward, backward):
-    """(p-1)/(v m) of the ideal."""
-    timeline = timed(transferred("interleaved", ranks, ranks * groups, virtual), (forward, backward, 0.0))
-    ideal = ranks * groups * (forward + backward)
+@given(st.integers(1, 4), st.integers(0, 12), st.integers(1, 4), times, times)
+def test_interleaved_has_its_closed_form(ranks, more, virtual, forward, backward):
+    """(p-1)/(v m) of the ideal, whether p divides the number of micro-batches or not."""
+    timeline = timed(transferred("interleaved", ranks, ranks + more, virtual), (forward, backward, 0.0))
+    ideal = (ranks + more) * (forward + backward)
     assert timeline.seconds - ideal == pytest.approx((ranks - 1) / virtual * (forward + backward))
 
 
@@ -82,7 +83,7 @@ def test_in_flight_and_peak(name):
         bound = in_flight_bound(name, ranks, micro_batches)
         assert timeline.peak == tuple(100 * n for n in timeline.in_flight)
         assert all(a <= b for a, b in zip(timeline.in_flight, bound, strict=True))
-        if micro_batches >= 2 * ranks and (name != "interleaved" or micro_batches % ranks == 0):
+        if micro_batches >= 2 * ranks or name not in ("zb-v", "dualpipe-v"):
             assert timeline.in_flight == bound
         assert [steps[-1][1] for steps in timeline.memory] == [0] * ranks
 
@@ -162,9 +163,9 @@ def test_what_runs_beside():
 
 
 def test_reduction_runs_under_the_cool_down():
-    text = "0: 0F0 0F1 0BW0 0BW1\n1: 1F0 1BW0 1F1 1BW1 1REDUCE"
+    text = "0: 0F0 0F1 0BW0 0BW1\n1: 1F0 1BW0 1F1 1BW1"
     costs = Costs((StageCost(1.0, 1.0, 1.0), StageCost(1.0, 1.0, 1.0, reduce=2.0)))
-    schedule = with_transfers(from_text(text))
+    schedule = with_reductions(with_transfers(from_text(text)))
     assert simulate(schedule, costs).seconds == 9.0
     assert simulate(schedule, Costs((costs.stages[0], StageCost(1.0, 1.0, 1.0, reduce=4.0)))).seconds == 11.0
 

@@ -3,7 +3,7 @@
 The order of DeepSeek's DualPipeV (github.com/deepseek-ai/DualPipe; DeepSeek-V3, arXiv 2412.19437) as in
 torch.distributed.pipelining. Where it pairs a forward of one virtual stage with a backward of the other, so that the
 transfers of one (of experts, above all) run under the computation of the other, the two stand next to each other here.
-It is written for 2p micro-batches at least; with fewer, those that do not exist are left out (see `interleaved`). At
+It is written for 2p micro-batches at least; with fewer, those that do not exist are left out. At
 most 2p+1 pairs of a virtual stage and a micro-batch are in flight.
 """
 

@@ -64,7 +64,7 @@ def in_flight_bound(name: str, ranks: int, micro_batches: int, virtual: int | No
         "1f1b": lambda r: ranks - r,
         "zb-h1": lambda r: ranks,
         "forward-only": lambda r: 0,
-        "interleaved": lambda r: ahead(ranks, virtual, r) + 1,
+        "interleaved": lambda r: ahead(ranks, micro_batches, virtual, r) + 1,
         "zb-v": lambda r: 2 * ranks,
         "dualpipe-v": lambda r: 2 * ranks + 1,
     }[name]

@@ -2,7 +2,7 @@
 
 The order of torch.distributed.pipelining's ScheduleZBVZeroBubble: made for T_F = T_B = T_W, where no rank waits between
 its first and its last action. It is written for 2p-1 micro-batches at least; with fewer, those that do not exist are
-left out (see `interleaved`). At most 2p pairs of a virtual stage and a micro-batch are in flight, as in 1F1B.
+left out. At most 2p pairs of a virtual stage and a micro-batch are in flight, as in 1F1B.
 """
 
 from __future__ import annotations
