@@ -8,7 +8,7 @@ bubble              1 - sum of busy / (ranks x seconds)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,39 +76,47 @@ class Timeline:
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
 
-def trace_events(events: Iterable[Event], memory: Sequence[Steps] = ()) -> list[dict[str, Any]]:
-    """Events in Chrome's trace format: a process a rank, a thread a stream, microseconds; memory as a counter.
+def trace_events(
+    runs: Mapping[str, Iterable[Event]], memory: Mapping[str, Sequence[Steps]] | None = None
+) -> list[dict[str, Any]]:
+    """Events in Chrome's trace format: a process a rank and run, a thread a stream, microseconds; memory as a counter.
+
+    Args:
+        runs: by name the events of a run: simulated, measured. The runs of one rank stand next to each other.
+        memory: by the name of a run, per rank the bytes held over time.
 
     Source: "Trace Event Format", Google, 2016: phases X (complete), C (counter), M (metadata).
     """
-    events = list(events)
-    streams: dict[tuple[int, str], int] = {}
-    for event in sorted(events, key=lambda e: (e.rank, e.stream != COMPUTE_STREAM, e.stream)):
-        streams.setdefault((event.rank, event.stream), len(streams))
-    out = [_named("process_name", rank, 0, f"rank {rank}") for rank in sorted({rank for rank, _ in streams})]
-    out += [_named("thread_name", rank, thread, stream) for (rank, stream), thread in streams.items()]
-    out += [
-        {
-            "name": e.name,
-            "cat": e.stream,
-            "ph": "X",
-            "ts": e.start * 1e6,
-            "dur": (e.end - e.start) * 1e6,
-            "pid": e.rank,
-            "tid": streams[e.rank, e.stream],
-        }
-        for e in events
-    ]
-    for rank, steps in enumerate(memory):
-        out += [{"name": "bytes", "ph": "C", "ts": t * 1e6, "pid": rank, "args": {"bytes": n}} for t, n in steps]
+    out: list[dict[str, Any]] = []
+    for number, (run, given) in enumerate(runs.items()):
+        events = list(given)
+        streams: dict[int, dict[str, int]] = {}
+        for event in sorted(events, key=lambda e: (e.rank, e.stream != COMPUTE_STREAM, e.stream)):
+            own = streams.setdefault(event.rank, {})
+            own.setdefault(event.stream, len(own))
+        pids = {rank: rank * len(runs) + number for rank in streams}
+        for rank, own in streams.items():
+            out.append(_named("process_name", pids[rank], 0, f"rank {rank} {run}"))
+            out += [_named("thread_name", pids[rank], thread, stream) for stream, thread in own.items()]
+        out += [_complete(event, pids[event.rank], streams[event.rank][event.stream]) for event in events]
+        for rank, steps in enumerate((memory or {}).get(run, ())):
+            pid = rank * len(runs) + number
+            out += [{"name": "bytes", "ph": "C", "ts": t * 1e6, "pid": pid, "args": {"bytes": n}} for t, n in steps]
     return out
 
 
-def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+def _complete(event: Event, pid: int, thread: int) -> dict[str, Any]:
+    start, takes = event.start * 1e6, (event.end - event.start) * 1e6
+    return {"name": event.name, "cat": event.stream, "ph": "X", "ts": start, "dur": takes, "pid": pid, "tid": thread}
 
 
-def write_trace(path: str | Path, events: Iterable[Event], memory: Sequence[Steps] = ()) -> None:
-    """Writes the trace of a step; several steps or runs go into one file by other ranks' numbers."""
-    text = json.dumps({"traceEvents": trace_events(events, memory), "displayTimeUnit": "ms"})
+def _named(what: str, pid: int, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": thread, "args": {"name": name}}
+
+
+def write_trace(
+    path: str | Path, runs: Mapping[str, Iterable[Event]], memory: Mapping[str, Sequence[Steps]] | None = None
+) -> None:
+    """Writes the trace of one run or of several beside each other, as `trace_events` takes them."""
+    text = json.dumps({"traceEvents": trace_events(runs, memory), "displayTimeUnit": "ms"})
     Path(path).write_text(text + "\n")

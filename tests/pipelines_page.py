@@ -46,7 +46,7 @@ schedule = with_transfers(computed, edges, gradients)       # pairs (source stag
 schedule = with_reductions(schedule)                         # gradients of replicas, summed under the cool-down
 validate(schedule, edges, gradients, bound=in_flight_bound("1f1b", 4, 8))
 timeline = simulate(schedule, Costs(stages, hops))          # seconds, bubble, idle, peak bytes, in flight
-write_trace("step.json", timeline.events, timeline.memory)  # opens in Perfetto
+write_trace("step.json", {"simulated": timeline.events})    # opens in Perfetto; a measured run beside it
 ```
 
 Any number of ranks and of micro-batches is legal. `validate` proves that each F, B and W stands once, after what it
