@@ -44,7 +44,10 @@ def validate(
 
     Raises:
         ScheduleError: all faults of the first law that does not hold; each names rank and action, a deadlock its cycle.
+            A bound for other ranks than the schedule has.
     """
+    if bound is not None and len(bound) != schedule.ranks:
+        raise ScheduleError(f"schedule {schedule.name} has {schedule.ranks} ranks, the bound {len(bound)}")
     checked = _Checked(schedule, flow(schedule.stages, edges, gradients), bound, mode)
     for law, faults in LAWS:
         found = list(faults(checked))

@@ -1,5 +1,7 @@
 """Schedules as data: words, texts, generators, transfers. What the laws refuse is in test_schedule_laws."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -170,6 +172,42 @@ def test_send_stands_right_after_its_producer():
             if action.kind in SENDS:
                 assert (last.stage, last.kind[0], last.micro) == (action.stage, action.kind[-1], action.micro)
             last = action if action.kind in COMPUTE else last
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_any_wrong_action_is_named(data):
+    """One action dropped, doubled, on another rank, or with one of its fields changed: refused, and named."""
+    schedule = with_transfers(generate(data.draw(st.sampled_from(NAMES)), 3, data.draw(st.integers(1, 4))))
+    rank = data.draw(st.integers(0, 2))
+    line = list(schedule.orders[rank])
+    place = data.draw(st.integers(0, len(line) - 1))
+    right = line.pop(place)
+    others = {
+        "stage": st.integers(0, schedule.stages),
+        "kind": st.sampled_from(sorted(TRANSFERS if right.kind in TRANSFERS else COMPUTE)),
+        "micro": st.integers(0, schedule.micro_batches),
+        "other": st.integers(0, schedule.stages) if right.kind in TRANSFERS else st.just(0),
+    }
+    orders = [*schedule.orders]
+    what = data.draw(st.sampled_from(["dropped", "doubled", "moved", *others]))
+    wrong = right
+    if what in others:
+        wrong = right._replace(**{what: data.draw(others[what].filter(lambda value: value != getattr(right, what)))})
+    if what == "moved":
+        to = (rank + 1) % 3
+        orders[to] = (right, *orders[to])
+    else:
+        line[place:place] = {"dropped": [], "doubled": [right, right]}.get(what, [wrong])
+    orders[rank] = tuple(line)
+    with pytest.raises(ScheduleError) as error:
+        validate(replace(schedule, orders=tuple(orders)))
+    assert str(right) in str(error.value) or str(wrong) in str(error.value)
+
+
+def test_gradient_where_nothing_trains():
+    with pytest.raises(ScheduleError, match="rank 1, 1SEND_B0>0: there is no backward"):
+        validate(from_text("0: 0F0 0SEND_F0>1 0RECV_B0<1\n1: 1RECV_F0<0 1F0 1SEND_B0>0"))
 
 
 @pytest.mark.parametrize("name", NAMES)
