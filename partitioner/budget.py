@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch.fx as fx
 
+from .elimination import Problem, Store, objective
 from .errors import PlanError
-from .solve import Problem, Solution, Store, objective, solve
+from .solve import Solution, solve
 from .tables import Copy, Tables
 
 STEPS = 24

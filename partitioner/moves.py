@@ -9,101 +9,155 @@ one collective (or a local slice or zeroing) over some axes:
     all_to_all       split -> split elsewhere          the last axes of a factor onto another
     permute          same pieces, other owners         a renaming of axes of equal size
     slice, zero      whole -> split, whole -> sum      nothing is sent
+
+All states are held as arrays, of each axis its place (the factor that it splits, WHOLE, or PARTIAL less the number of
+its op) and its rank among the axes of that factor, so that a move is made from all states at once that it can leave.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
 
 Marks = tuple[tuple[str, ...], ...]
 Partial = tuple[tuple[str, str], ...]
 State = tuple[Marks, Partial]
 
+WHOLE, PARTIAL = -1, -2
+
 LOCAL_KINDS = frozenset({"slice", "zero"})
 """Primitives that send nothing."""
 
 
-@dataclass(slots=True)
-class Move:
-    """An edge; `source` (gathered) and `target` (split) are indices of factors, -1 where there is none."""
+class Move(NamedTuple):
+    """A kind of edge; `source` (gathered) and `target` (split) are indices of factors, -1 where there is none."""
 
     kind: str
     axes: tuple[str, ...]
-    after: State
     source: int = -1
     target: int = -1
     op: str = "sum"
 
 
-Relabelings = list[tuple[tuple[str, ...], dict[str, str]]]
+class Edges(NamedTuple):
+    """A move from every state that it can leave, by their numbers, and the states that it enters."""
+
+    move: Move
+    leaves: np.ndarray
+    enters: np.ndarray
 
 
-def moves(
-    state: State, axes: tuple[str, ...], open_factors: Iterable[int], zeroed: Iterable[str], renamed: Relabelings
-) -> Iterator[Move]:
-    """Every move from a state.
+class States:
+    """Every state of a tensor of so many open factors on these axes.
 
-    Args:
-        axes: the axes that take part, in mesh order.
-        open_factors: the factors that may be split on the way.
-        zeroed: the axes on which a whole value may become a partial sum.
-        renamed: what `relabelings` gives for these axes.
+    Attributes:
+        states, index: the states, and the number of each.
+        by_place: the number of the state whose axes stand in mesh order, by the place of each axis.
+        place, rank: (states, axes); see above.
+        count: (states, factors): how many axes split each factor.
     """
-    marks, partial = state
-    ops, zeroed = dict(partial), set(zeroed)
-    split = {a for some in marks for a in some}
-    yield from _reductions(marks, partial, axes, open_factors)
-    for i, some in enumerate(marks):
-        for n in range(1, len(some) + 1):
-            yield from _regroupings(marks, partial, i, n, open_factors)
-    for axis in axes:
-        if axis not in ops and axis not in split:
-            for j in open_factors:
-                yield Move("slice", (axis,), (with_mark(marks, j, (*marks[j], axis)), partial), target=j)
-            if axis in zeroed:
-                yield Move("zero", (axis,), (marks, tuple(sorted((*partial, (axis, "sum"))))))
-    for moved, names in renamed:
-        if ops.keys().isdisjoint(moved) and not split.isdisjoint(moved):
-            after = tuple(tuple(names.get(a, a) for a in some) for some in marks)
-            if after != marks:
-                yield Move("permute", moved, (after, partial))
+
+    def __init__(self, names: tuple[str, ...], factors: int, ops: tuple[str, ...]):
+        self.names, self.factors, self.ops = names, factors, ops
+        listed = list(_states(names, factors, ops))
+        self.states = [s for _, s in listed]
+        self.index = {s: i for i, s in enumerate(self.states)}
+        self.by_place: dict[tuple[int, ...], int] = {}
+        for i, (place, _) in enumerate(listed):
+            self.by_place.setdefault(place, i)
+        shape = (len(listed), len(names))
+        self.place = np.array([place for place, _ in listed], dtype=np.intp).reshape(shape)
+        ranks = [{a: r for some in marks for r, a in enumerate(some)} for marks, _ in self.states]
+        self.rank = np.array([[of.get(a, 0) for a in names] for of in ranks], dtype=np.intp).reshape(shape)
+        self.count = (self.place[:, None, :] == np.arange(factors)[:, None]).sum(axis=2)
+        codes = self._codes(self.place, self.rank)
+        self._by_code = np.argsort(codes)
+        self._sorted = codes[self._by_code]
+
+    def _codes(self, place: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        axes, code = len(self.names), np.zeros(len(place), dtype=np.int64)
+        for a in range(axes):
+            code = code * ((self.factors + 1 + len(self.ops)) * axes)
+            code += (place[:, a] + 1 + len(self.ops)) * axes + rank[:, a]
+        return code
+
+    def _numbers(self, place: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        return self._by_code[np.searchsorted(self._sorted, self._codes(place, rank))]
+
+    def moved(self, move: Move, leaves: np.ndarray, axes: tuple[int, ...], to: int) -> Edges:
+        """The edges that put these axes, in this order, at a place."""
+        place, rank = self.place[leaves], self.rank[leaves]
+        for n, a in enumerate(axes):
+            place[:, a] = to
+            rank[:, a] = self.count[leaves, to] + n if to >= 0 else 0
+        return Edges(move, leaves, self._numbers(place, rank))
+
+    def renamed(self, move: Move, leaves: np.ndarray, order: list[int]) -> Edges:
+        """The edges after which each axis stands where the axis `order` names stood."""
+        enters = self._numbers(self.place[leaves][:, order], self.rank[leaves][:, order])
+        return Edges(move, leaves[enters != leaves], enters[enters != leaves])
 
 
-def _reductions(marks: Marks, partial: Partial, axes: tuple[str, ...], open_factors: Iterable[int]) -> Iterator[Move]:
-    for op in sorted({op for _, op in partial}):
-        mine = [a for a, o in partial if o == op]
-        for n in range(1, len(mine) + 1):
-            for some in itertools.combinations(mine, n):
-                rest = tuple(p for p in partial if p[0] not in some)
-                yield Move("all_reduce", tuple(a for a in axes if a in some), (marks, rest), op=op)
-        for axis in mine:
-            rest = tuple(p for p in partial if p[0] != axis)
-            for j in open_factors:
-                after = with_mark(marks, j, (*marks[j], axis))
-                yield Move("reduce_scatter", (axis,), (after, rest), target=j, op=op)
+def _states(
+    names: tuple[str, ...], factors: int, ops: tuple[str, ...]
+) -> Iterator[tuple[tuple[int, ...], State]]:
+    for where in itertools.product(range(WHOLE - len(ops), factors), repeat=len(names)):
+        partial = tuple(sorted((a, ops[PARTIAL - w]) for a, w in zip(names, where, strict=True) if w <= PARTIAL))
+        groups = [[a for a, w in zip(names, where, strict=True) if w == f] for f in range(factors)]
+        for marks in itertools.product(*(itertools.permutations(g) for g in groups)):
+            yield where, (tuple(marks), partial)
 
 
-def _regroupings(marks: Marks, partial: Partial, i: int, n: int, open_factors: Iterable[int]) -> Iterator[Move]:
-    kept, last = marks[i][:-n], marks[i][-n:]
-    gathered = with_mark(marks, i, kept)
-    yield Move("all_gather", last, (gathered, partial), source=i)
-    for j in open_factors:
-        if j != i:
-            after = with_mark(gathered, j, (*gathered[j], *last))
-            yield Move("all_to_all", last, (after, partial), source=i, target=j)
+def moves(s: States, sizes: Mapping[str, int]) -> Iterator[Edges]:
+    """Every move from every state. `sizes`: of the axes; those of one size may be renamed. `s.ops` has "sum"."""
+    yield from _reductions(s)
+    yield from _regroupings(s)
+    for a, name in enumerate(s.names):
+        whole = np.flatnonzero(s.place[:, a] == WHOLE)
+        for j in range(s.factors):
+            yield s.moved(Move("slice", (name,), target=j), whole, (a,), j)
+        yield s.moved(Move("zero", (name,)), whole, (a,), PARTIAL - s.ops.index("sum"))
+    yield from _renamings(s, sizes)
 
 
-def with_mark(marks: Marks, i: int, axes: tuple[str, ...]) -> Marks:
-    return (*marks[:i], axes, *marks[i + 1 :])
+def _reductions(s: States) -> Iterator[Edges]:
+    for o, op in enumerate(s.ops):
+        partial = s.place == PARTIAL - o
+        for n in range(1, len(s.names) + 1):
+            for axes in itertools.combinations(range(len(s.names)), n):
+                leaves = np.flatnonzero(partial[:, axes].all(axis=1))
+                yield s.moved(Move("all_reduce", _names(s, axes), op=op), leaves, axes, WHOLE)
+        for a, name in enumerate(s.names):
+            leaves = np.flatnonzero(partial[:, a])
+            for j in range(s.factors):
+                yield s.moved(Move("reduce_scatter", (name,), target=j, op=op), leaves, (a,), j)
 
 
-def relabelings(axes: tuple[str, ...], sizes: Mapping[str, int]) -> Relabelings:
-    """Every renaming of axes among those of one size: the axes it moves, and old name -> new name."""
-    found: Relabelings = []
-    for new in itertools.permutations(axes):
-        names = {a: b for a, b in zip(axes, new, strict=True) if a != b}
-        if names and all(sizes[a] == sizes[b] for a, b in names.items()):
-            found.append((tuple(a for a in axes if a in names), names))
-    return found
+def _regroupings(s: States) -> Iterator[Edges]:
+    for i in range(s.factors):
+        on = s.place == i
+        for n in range(1, len(s.names) + 1):
+            for axes in itertools.permutations(range(len(s.names)), n):
+                last = s.count[:, i, None] - n + np.arange(n)
+                leaves = np.flatnonzero((on[:, axes] & (s.rank[:, axes] == last)).all(axis=1))
+                yield s.moved(Move("all_gather", _names(s, axes), source=i), leaves, axes, WHOLE)
+                for j in range(s.factors):
+                    if j != i:
+                        yield s.moved(Move("all_to_all", _names(s, axes), source=i, target=j), leaves, axes, j)
+
+
+def _renamings(s: States, sizes: Mapping[str, int]) -> Iterator[Edges]:
+    """Every renaming of axes among those of one size; a renamed axis is not partial."""
+    for new in itertools.permutations(range(len(s.names))):
+        axes = tuple(a for a, b in enumerate(new) if a != b)
+        if axes and all(sizes[s.names[a]] == sizes[s.names[b]] for a, b in enumerate(new)):
+            leaves = np.flatnonzero((s.place[:, axes] > PARTIAL).all(axis=1))
+            order = [new.index(a) for a in range(len(new))]
+            yield s.renamed(Move("permute", _names(s, axes)), leaves, order)
+
+
+def _names(s: States, axes: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(s.names[a] for a in axes)

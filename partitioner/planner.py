@@ -22,6 +22,7 @@ from .budget import within
 from .collection import no_collection
 from .cost import call_seconds
 from .decompose import decompose_calls
+from .elimination import Problem
 from .errors import PlanError
 from .factors import Factored, extended, factor_graph
 from .facts import with_facts
@@ -33,12 +34,11 @@ from .layout import Layout
 from .mesh import Mesh
 from .placement import split_of
 from .plan import Plan
-from .polish import polish
 from .reasons import Reasons
 from .resting import Rests, small_notes, stage_asked, stage_of
 from .rules.split import Split
 from .saved import saved_values
-from .solve import Problem, Solution, solve
+from .solve import Solution, solve
 from .states import Prices
 from .strategies import HEAVY, Choice, marked_atoms, never_empty
 from .tables import Tables
@@ -232,8 +232,7 @@ def _tables(draft: Draft, every: bool, stage: int | str) -> Tables:
 def _solution(draft: Draft, tables: Tables) -> tuple[Solution, frozenset[str]]:
     """The best values, within the memory where there is a limit, and what backward makes again."""
     if draft.options.memory is None:
-        hubs = tables.hubs()
-        return polish(tables.problem, tables.codes(), solve(tables.problem, hubs=hubs), hubs), frozenset()
+        return solve(tables.problem, hubs=tables.hubs()), frozenset()
     return within(tables, draft.options.memory, saved_values(draft.graph, draft.factored))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import transitions
+from . import moves, transitions
 from .collective_cost import collective_seconds
 from .layout import Layout
 from .mesh import Mesh
@@ -127,8 +127,8 @@ class Prices:
         ops = tuple(sorted({"sum"} | have.ops() | want.ops()))
         spanned = tuple(lengths[i] for i in chosen)
         table = transitions.transitions(self.axes, ops, spanned, float(rest * itemsize), self.mesh)
-        place = {1 + f: i for i, f in enumerate(chosen)} | {WHOLE: transitions.WHOLE}
-        place |= {OPS[op]: transitions.PARTIAL - i for i, op in enumerate(ops)}
+        place = {1 + f: i for i, f in enumerate(chosen)} | {WHOLE: moves.WHOLE}
+        place |= {OPS[op]: moves.PARTIAL - i for i, op in enumerate(ops)}
         rows, columns = self._numbers(table, have, chosen, place), self._numbers(table, want, chosen, place)
         price = np.minimum(table.rows(rows)[:, columns], UNREACHABLE)
         if want.seen:

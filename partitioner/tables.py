@@ -22,13 +22,13 @@ import numpy as np
 import torch.fx as fx
 
 from .call_costs import itemsize
+from .elimination import Problem
 from .factors import Factored
 from .graph import Graph, is_getitem, is_tensor
 from .groups import Group
 from .joint import Builder, Joint, Member
 from .resting import Resting
 from .saved import saved_bytes
-from .solve import Problem
 from .states import Prices, States, local_bytes
 
 FREE = 2e-9
@@ -71,16 +71,6 @@ class _Reads:
     backward: dict[int, States] = field(default_factory=dict)
 
 
-def _codes(variable: Variable) -> np.ndarray:
-    if variable.joint is None:
-        states = variable.resting.states if variable.resting is not None else variable.states
-        assert states is not None
-        return np.array(states.unique, dtype=np.intp)
-    made = variable.joint
-    columns = [np.array([0 if v is None else 1 + i for i, v in enumerate(values)]) for values in made.values]
-    return np.stack([c[made.joint[:, i]] for i, c in enumerate(columns)], axis=1) if columns else made.joint
-
-
 class Tables:
     """Builds the `Problem`. `again`: parameters are gathered again for backward whatever memory costs (ZeRO-3)."""
 
@@ -111,17 +101,6 @@ class Tables:
     def add_parameter(self, node: fx.Node, name: str, resting: Resting) -> None:
         self._param[node] = self.problem.variable(resting.seconds)
         self.variables.append(Variable(name=name, resting=resting))
-
-    def codes(self) -> list[np.ndarray]:
-        """Per variable (values, axes): 0 where a value does nothing on an axis, else which of the things it may do."""
-        known: dict[int, np.ndarray] = {}
-        found = []
-        for variable in self.variables:
-            of = variable.joint or variable.resting or variable.states
-            if id(of) not in known:
-                known[id(of)] = _codes(variable)
-            found.append(known[id(of)])
-        return found
 
     def add_input(self, node: fx.Node) -> None:
         """A tensor that comes whole: to take a part of it is a copy."""

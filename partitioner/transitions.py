@@ -11,9 +11,8 @@ sizes. `collective.path` reads the steps of one pair off the same table that the
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +22,7 @@ from .collective_cost import collective_seconds
 from .compute_cost import compute_seconds
 from .layout import piece
 from .mesh import Mesh
-from .moves import LOCAL_KINDS, Move, State, moves, relabelings
+from .moves import LOCAL_KINDS, Move, States, moves
 
 STEP = 1e-9
 """Seconds that a move costs beside its price, so that of equal ways the shorter wins."""
@@ -59,58 +58,68 @@ class Structure:
     """The states and moves of a tensor of so many open factors on these axes, without weights.
 
     Attributes:
-        states, index: every state, and the number of each.
-        by_place: the number of the state whose axes stand in mesh order, by where each axis is: the factor it splits,
-            WHOLE, or PARTIAL less the number of its op.
-        edges: per edge the move and the number of the state it leaves, in order of the state it enters.
+        states, index, by_place: as in `moves.States`.
+        leaves, enters: per edge the states it leaves and enters, in order of the state it enters.
+        of_move, moves: which of the distinct moves each edge is.
+        by_kind: of each (kind, axes) its edges.
         classes: the distinct (kind, axes, target factor, its marks before) of the edges; `of_edge` says which.
+        marks, mark_of: the distinct marks, and which of them each state has on each factor.
+        slots: per edge into a state its own number among those; see `_relaxed`.
     """
 
     def __init__(self, axes: tuple[tuple[str, int], ...], factors: int, ops: tuple[str, ...]):
-        names, sizes = tuple(a for a, _ in axes), dict(axes)
-        placed = list(_states(names, factors, ops))
-        self.states = [s for _, s in placed]
-        self.by_place: dict[tuple[int, ...], int] = {}
-        for i, (place, _) in enumerate(placed):
-            self.by_place.setdefault(place, i)
-        self.index = {s: i for i, s in enumerate(self.states)}
-        renamed = relabelings(names, sizes)
-        found: list[tuple[int, int, Move]] = []
-        for i, state in enumerate(self.states):
-            for move in moves(state, names, range(factors), names, renamed):
-                found.append((self.index[move.after], i, move))
-        found.sort(key=lambda e: e[:2])
-        self.edges = [(move, i) for _, i, move in found]
-        self.leaves = np.array([i for _, i, _ in found], dtype=np.intp)
-        self.enters = np.array([j for j, _, _ in found], dtype=np.intp)
-        classes: dict[tuple, int] = {}
-        numbers = [classes.setdefault(self._class(i, m), len(classes)) for _, i, m in found]
-        self.of_edge = np.array(numbers, dtype=np.intp)
-        self.classes = list(classes)
-        by_kind: dict[tuple, list[int]] = {}
-        for e, (_, _, move) in enumerate(found):
-            by_kind.setdefault((move.kind, move.axes), []).append(e)
-        self.by_kind = {k: np.array(v, dtype=np.intp) for k, v in by_kind.items()}
+        every = States(tuple(a for a, _ in axes), factors, ops)
+        self.states, self.index, self.by_place = every.states, every.index, every.by_place
+        made = list(moves(every, dict(axes)))
+        leaves, enters = (np.concatenate([np.zeros(0, np.intp), *(e[i] for e in made)]) for i in (1, 2))
+        numbers = np.repeat(np.arange(len(made)), [len(e.leaves) for e in made])
+        order = np.lexsort((leaves, enters))
+        self.leaves, self.enters, self.of_move = leaves[order], enters[order], numbers[order]
+        self.moves = [e.move for e in made]
+        kinds: dict[tuple, int] = {}
+        kind_of = np.array([kinds.setdefault((m.kind, m.axes), len(kinds)) for m in self.moves], dtype=np.intp)
+        self.by_kind = {k: np.flatnonzero(kind_of[self.of_move] == n) for k, n in kinds.items()}
         self.marks = sorted({m for marks, _ in self.states for m in marks})
         number = {m: i for i, m in enumerate(self.marks)}
         self.mark_of = np.array([[number[m] for m in marks] for marks, _ in self.states], dtype=np.intp)
+        self.classes, self.of_edge = self._classes()
+        self.slots = _Slots(self.leaves, self.enters, len(self.states))
 
-    def _class(self, i: int, move: Move) -> tuple:
-        before = self.states[i][0][move.target] if move.target >= 0 else ()
-        return (move.kind, move.axes, move.target, before)
+    def _classes(self) -> tuple[list[tuple], np.ndarray]:
+        known: dict[tuple, int] = {}
+        alike = [known.setdefault((m.kind, m.axes, m.target), len(known)) for m in self.moves]
+        target = np.array([m.target for m in self.moves], dtype=np.intp)[self.of_move]
+        before = self.mark_of[self.leaves, target] if self.mark_of.size else np.zeros(len(self.leaves), np.intp)
+        before = np.where(target >= 0, before, -1)
+        codes = np.array(alike, dtype=np.intp)[self.of_move] * (len(self.marks) + 1) + before + 1
+        unique, of_edge = np.unique(codes, return_inverse=True)
+        every = list(known)
+        pairs = (divmod(int(c), len(self.marks) + 1) for c in unique)
+        return [(*every[k], self.marks[m - 1] if m else ()) for k, m in pairs], of_edge.reshape(-1)
 
 
-WHOLE, PARTIAL = -1, -2
+class _Slots:
+    """Edges by how many others enter their state before them: slot k has the k-th edge into each state that has one.
 
+    States are put in order of falling in-degree, so that a slot is a row of them from the first on, and relaxing it is
+    three operations on whole blocks.
 
-def _states(
-    names: tuple[str, ...], factors: int, ops: tuple[str, ...]
-) -> Iterator[tuple[tuple[int, ...], State]]:
-    for where in itertools.product(range(WHOLE - len(ops), factors), repeat=len(names)):
-        partial = tuple(sorted((a, ops[PARTIAL - w]) for a, w in zip(names, where, strict=True) if w <= PARTIAL))
-        groups = [[a for a, w in zip(names, where, strict=True) if w == f] for f in range(factors)]
-        for marks in itertools.product(*(itertools.permutations(g) for g in groups)):
-            yield where, (tuple(marks), partial)
+    Attributes:
+        order: the states, by falling in-degree.
+        edges: per slot its edges, in the order of the states they enter.
+        leaves: per slot the places in `order` of the states that they leave.
+    """
+
+    def __init__(self, leaves: np.ndarray, enters: np.ndarray, states: int):
+        degree = np.bincount(enters, minlength=states)
+        self.order = np.argsort(-degree, kind="stable")
+        place = np.empty(states, dtype=np.intp)
+        place[self.order] = np.arange(states)
+        first = np.concatenate([[0], np.cumsum(degree)[:-1]])[self.order]
+        counts = degree[self.order]
+        rows = [first[: int(np.searchsorted(-counts, -k))] + k for k in range(int(degree.max(initial=0)))]
+        self.edges = rows
+        self.leaves = [place[leaves[r]] for r in rows]
 
 
 @lru_cache(maxsize=256)
@@ -132,14 +141,13 @@ class Transitions:
             pieces = np.array([[largest_piece(n, m, mesh.sizes) for n in lengths] for m in shape.marks], dtype=float)
             local = pieces[shape.mark_of, np.arange(len(lengths))].prod(axis=1)
         self.nbytes = local * scale
-        share = np.array([self._share(c, lengths, mesh) for c in shape.classes])[shape.of_edge] if shape.edges else None
-        self.weights = np.zeros(len(shape.edges))
+        share = np.array([self._share(c, lengths, mesh) for c in shape.classes] or [0.0])[shape.of_edge]
+        self.weights = np.zeros(len(shape.leaves))
         for (kind, axes), edges in shape.by_kind.items():
             if kind in LOCAL_KINDS:
                 made = self.nbytes[shape.enters[edges]]
                 self.weights[edges] = compute_seconds(0.0, made, "float32", mesh.device)
             else:
-                assert share is not None
                 before, after = self.nbytes[shape.leaves[edges]], self.nbytes[shape.enters[edges]]
                 self.weights[edges] = collective_seconds(kind, mesh.levels(axes), before * share[edges])
                 self.weights[edges] += packing_seconds(kind, before, after, mesh)
@@ -160,22 +168,22 @@ class Transitions:
         return np.stack([self._rows[s] for s in sources])
 
     def _relaxed(self, sources: list[int]) -> np.ndarray:
-        shape = self.shape
-        table = np.full((len(shape.states), len(sources)), math.inf)  # sources innermost: rows are whole vectors
-        table[sources, np.arange(len(sources))] = 0.0
-        changed = np.zeros(len(shape.states), dtype=bool)
-        changed[sources] = True
-        while len(edges := np.flatnonzero(changed[shape.leaves])):
-            entered = shape.enters[edges]
-            starts = np.flatnonzero(np.r_[True, entered[1:] != entered[:-1]])
-            states = entered[starts]
-            through = np.minimum.reduceat(table[shape.leaves[edges]] + self.weights[edges, None], starts, axis=0)
-            before = table[states]
-            better = np.minimum(before, through)
-            changed[:] = False
-            changed[states] = (better < before).any(axis=1)
-            table[states] = better
-        return table.T
+        slots = self.shape.slots
+        place = np.empty(len(slots.order), dtype=np.intp)
+        place[slots.order] = np.arange(len(slots.order))
+        table = np.full((len(slots.order), len(sources)), math.inf)  # sources innermost: rows are whole vectors
+        table[place[sources], np.arange(len(sources))] = 0.0
+        weights = [self.weights[e][:, None] for e in slots.edges]
+        through = np.empty_like(table)
+        before = None
+        while before is None or not np.array_equal(before, table):
+            before = table.copy()
+            for leaves, w in zip(slots.leaves, weights, strict=True):
+                made, held = through[: len(leaves)], table[: len(leaves)]
+                np.take(table, leaves, axis=0, out=made, mode="clip")
+                made += w
+                np.minimum(held, made, out=held)
+        return table[place].T
 
     def way(self, start: int, goal: int) -> list[tuple[int, Move]]:
         """The moves of a cheapest way, each with the number of the state it leaves.
@@ -185,14 +193,15 @@ class Transitions:
         """
         row = self.rows([start])[0]
         if not math.isfinite(row[goal]):
-            raise ValueError(f"no way from {self.shape.states[start]} to {self.shape.states[goal]}")
+            states = self.shape.states
+            raise ValueError(f"no way from {states[start]} to {states[goal]}")
         found: list[tuple[int, Move]] = []
         while goal != start:
             low = int(np.searchsorted(self.shape.enters, goal))
             high = int(np.searchsorted(self.shape.enters, goal, side="right"))
             best = low + int((row[self.shape.leaves[low:high]] + self.weights[low:high]).argmin())
-            move, goal = self.shape.edges[best]
-            found.append((goal, move))
+            goal = int(self.shape.leaves[best])
+            found.append((goal, self.shape.moves[self.shape.of_move[best]]))
         return found[::-1]
 
 

@@ -17,11 +17,12 @@ import numpy as np
 import torch.fx as fx
 
 from .decompose import written_out
+from .elimination import Problem, objective
 from .factors import Factored, factor_graph
 from .graph import Graph, Role, is_tensor
 from .groups import contract
 from .layout import Factor, Layout
-from .solve import Problem, objective, solve
+from .solve import solve
 from .states import States
 from .strategies import Choice, Marked
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from compare import exact_inputs
 from meshwright.partitioner.capture import capture
+from meshwright.partitioner.elimination import Problem
 from meshwright.partitioner.graph import Graph
 from meshwright.partitioner.mesh import Mesh
 from meshwright.partitioner.plan import Plan
 from meshwright.partitioner.planner import Decide, Options, make_plan
-from meshwright.partitioner.solve import Problem
 from meshwright.passes.lower import lower
 from meshwright.runtime import verify
 from meshwright.runtime.autograd import Suspended

@@ -172,7 +172,7 @@ def test_the_table_of_transitions_holds_the_shortest_paths(case, device):
     table = transitions(mesh.axes, ("max", "sum"), lengths[:3], 4.0, mesh)
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(table.shape.states)))
-    for (_, leaves), enters, w in zip(table.shape.edges, table.shape.enters, table.weights, strict=True):
+    for leaves, enters, w in zip(table.shape.leaves, table.shape.enters, table.weights, strict=True):
         w = min(w, graph.get_edge_data(leaves, enters, {"weight": np.inf})["weight"])
         graph.add_edge(leaves, int(enters), weight=w)
     start = len(table.shape.states) // 2

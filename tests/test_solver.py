@@ -4,8 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from meshwright.partitioner import elimination
 from meshwright.partitioner import solve as solver
-from meshwright.partitioner.solve import Problem, Store, objective, solve
+from meshwright.partitioner.elimination import Problem, Store, objective
+from meshwright.partitioner.solve import solve
 
 
 def random_problem(seed: int, variables: int = 6, choices: int = 4, density: float = 0.6) -> Problem:
@@ -36,6 +38,30 @@ def test_equals_brute_force(seeds: range):
         assert found.cost == objective(problem, found.values) == brute_force(problem), f"seed {seed}"
 
 
+def test_a_sum_too_large_to_be_held_gives_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(elimination, "HELD", 1)
+    for seed in range(50):
+        problem = random_problem(seed, density=0.8)
+        before = [u.copy() for u in problem.unary], {k: t.copy() for k, t in problem.pairs.items()}
+        found = solve(problem)
+        assert found.exact
+        assert found.cost == brute_force(problem), f"seed {seed}"
+        assert all(map(np.array_equal, before[0], problem.unary))
+        assert all(np.array_equal(t, problem.pairs[k]) for k, t in before[1].items())
+
+
+def test_other_variables_set_aside_in_turn_help(monkeypatch: pytest.MonkeyPatch):
+    """Those first set aside stay at values that suit each other; with others set aside they move together."""
+    monkeypatch.setattr(elimination, "LIMIT", 20)
+    monkeypatch.setattr(solver, "WIDE", 20)
+    cost = []
+    for idle in (0, solver.IDLE):
+        monkeypatch.setattr(solver, "IDLE", idle)
+        cost.append([solve(random_problem(seed, density=0.9)).cost for seed in range(100)])
+    assert all(a >= b for a, b in zip(*cost, strict=True))
+    assert sum(a > b for a, b in zip(*cost, strict=True)) >= 5
+
+
 def test_leaves_the_problem_as_it_was():
     problem = random_problem(3)
     before = [u.copy() for u in problem.unary], {k: t.copy() for k, t in problem.pairs.items()}
@@ -46,8 +72,8 @@ def test_leaves_the_problem_as_it_was():
 
 @pytest.mark.parametrize("limit", [1, 5, 20])
 def test_beyond_the_limit_it_is_a_legal_upper_bound(monkeypatch: pytest.MonkeyPatch, limit: int):
-    monkeypatch.setattr(solver, "LIMIT", limit)
-    monkeypatch.setattr(solver, "EASY", limit)
+    monkeypatch.setattr(elimination, "LIMIT", limit)
+    monkeypatch.setattr(solver, "WIDE", limit)
     inexact, met = 0, 0
     for seed in range(100):
         problem = random_problem(seed, density=0.9)
@@ -68,7 +94,7 @@ def test_hubs_set_aside_leave_a_legal_answer_and_a_bound():
     met = 0
     for seed in range(150):
         problem = random_problem(seed, density=0.7)
-        found, best = solve(problem, hubs=[seed % 6, (seed + 2) % 6]), brute_force(problem)
+        found, best = solver._with_hubs(problem, [seed % 6, (seed + 2) % 6], Store(), {seed % 6}), brute_force(problem)
         assert found.cost == objective(problem, found.values)
         assert found.bound <= best <= found.cost, f"seed {seed}"
         met += found.cost == best
