@@ -44,7 +44,7 @@ def decompose_calls(graph: Graph, names: tuple[str, ...]) -> Decomposed:
         if name not in nodes:
             continue  # of another program: the caller compares what is left
         node = nodes.pop(name)
-        first = _replace(made.fx, node, nodes)
+        first = _replace(made, node, nodes)
         if node in old:
             firsts[old[node]] = first
             old[first] = old[node]
@@ -53,12 +53,30 @@ def decompose_calls(graph: Graph, names: tuple[str, ...]) -> Decomposed:
     return Decomposed(made, twins, firsts)
 
 
-def written_out(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
-    """A call as a graph of simpler ops, and the node that each of its placeholders stands for."""
-    parts = next(iter(rule_of(call_of(node)).decompose.values()))
+def written_out(node: fx.Node, known: dict[Any, fx.Graph]) -> tuple[fx.Graph, list[fx.Node]]:
+    """A call as a graph of simpler ops, and the node that each of its placeholders stands for.
+
+    `known`: `Graph.traced` of its program. Equal calls share a graph, which must not be changed: a trace takes longer
+    than all else about a call.
+    """
     leaves, spec = tree_flatten((node.args, node.kwargs))
     where = [i for i, x in enumerate(leaves) if isinstance(x, fx.Node)]
-    fakes = [leaves[i].meta["val"] for i in where]
+    key = (node.target, spec, tuple(map(_key, leaves)))
+    if key not in known:
+        known[key] = _trace(node, leaves, spec, where)
+    return known[key], [leaves[i] for i in where]
+
+
+def _key(x: Any) -> Any:
+    """What a trace depends on of an argument; 1, 1.0 and True differ."""
+    val = x.meta["val"] if isinstance(x, fx.Node) else x
+    if isinstance(val, torch.Tensor):
+        return tuple(val.shape), val.stride(), val.dtype, val.device
+    return type(val), val
+
+
+def _trace(node: fx.Node, leaves: list[Any], spec: Any, where: list[int]) -> fx.Graph:
+    parts = next(iter(rule_of(call_of(node)).decompose.values()))
 
     def run(*tensors: torch.Tensor) -> Any:
         filled = list(leaves)
@@ -67,13 +85,15 @@ def written_out(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]]:
         args, kwargs = tree_unflatten(filled, spec)
         return parts(*args, **kwargs)
 
+    fakes = [leaves[i].meta["val"] for i in where]
     with fakes[0].fake_mode:
-        return make_fx(run)(*fakes).graph, [leaves[i] for i in where]
+        return make_fx(run)(*fakes).graph
 
 
-def _replace(graph: fx.Graph, node: fx.Node, taken: dict[str, fx.Node]) -> fx.Node:
+def _replace(program: Graph, node: fx.Node, taken: dict[str, fx.Node]) -> fx.Node:
     """Returns what stands for the call's first output. `taken`: the nodes of the graph by name."""
-    simpler, operands = written_out(node)
+    graph = program.fx
+    simpler, operands = written_out(node, program.traced)
     env: dict[fx.Node, Any] = {}
     inputs = iter(operands)
     outputs: Any = None

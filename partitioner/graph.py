@@ -48,6 +48,7 @@ class Graph:
         input_names: per tensor of the call its path ("x", "batch.ids"), for messages and the plan.
         batch: per tensor of the call the dim that is its batch, or None.
         factored: the factors of its dims (`factors.Factored`), once the planner has worked them out.
+        traced: calls written out in simpler ops so far (`decompose.py`); its copies share it.
     """
 
     fx: fx.Graph
@@ -59,6 +60,7 @@ class Graph:
     batch: tuple[int | None, ...] = ()
     notes: tuple[str, ...] = field(default=())
     factored: Any = field(default=None, repr=False, compare=False)
+    traced: dict[Any, fx.Graph] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def placeholders(self) -> list[fx.Node]:

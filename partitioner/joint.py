@@ -137,6 +137,7 @@ class Builder:
         self.factored, self.prices, self.marked, self.decided, self.pins = factored, prices, marked, decided, pins
         mesh, weights = prices.mesh, weights_read(graph, factored)
         self.weights = weights
+        self.traced = graph.traced
         self.kinds = [(mesh.role(a), n) for a, n in prices.axes]
         self.legal = {
             k: Choices(factored, mesh, a, marked, weights) for k, (a, _) in zip(self.kinds, prices.axes, strict=True)

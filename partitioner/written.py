@@ -72,7 +72,7 @@ class Written:
         from .tables import Tables
 
         outer = self.builder
-        graph, operands = _graph_of(m, outer.weights.get(m.node, ()))
+        graph, operands = _graph_of(m, outer.weights.get(m.node, ()), outer.traced)
         held = {p: outer.factored.whole(o) for p, o in zip(graph.placeholders, operands, strict=True)}
         factored = factor_graph(graph, held=held)
         ends = alone(m, ways)
@@ -116,12 +116,16 @@ def _by_atom(theirs: list[int], outer: Factored, own: list[int], factored: Facto
     return found
 
 
-def _graph_of(m: Member, weights: tuple[int, ...]) -> tuple[Graph, list[fx.Node]]:
+def _graph_of(
+    m: Member, weights: tuple[int, ...], traced: dict[Any, fx.Graph]
+) -> tuple[Graph, list[fx.Node]]:
     """A call written out as a program of its own, which gives what is read of it; and its operands.
 
     Its weights are parameters, which a tensor axis must split if it can.
     """
-    simpler, operands = written_out(m.node)
+    shared, operands = written_out(m.node, traced)
+    simpler = fx.Graph()
+    simpler.output(simpler.graph_copy(shared, {}))
     late = bool(m.node.meta.get("backward"))
     for inner in simpler.nodes:
         inner.meta = {"val": inner.meta.get("val"), "backward": late}

@@ -118,3 +118,22 @@ def test_what_is_minimised_is_the_price_also_where_nothing_is_left_to_choose():
     assert solution is not None
     price = sum(make_plan(graph, mesh, options)[1].seconds)
     assert solution.cost == pytest.approx(price, rel=2e-3)  # what rests untrained weighs a little
+
+
+def test_equal_calls_are_traced_once():
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.BatchNorm1d(64) for _ in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x
+
+    with torch.device("meta"):
+        graph = capture(Norms(), (torch.empty(256, 64),), {}, loss=torch.Tensor.sum)
+    made, plan = make_plan(graph, mw.Mesh(dp=4, device="h100"), Options())
+    assert len(plan.decomposed) == 8
+    assert len(made.traced) == 3  # forward, backward, and the backward of the first, whose input needs no gradient
+    assert len(calls(made)) == len(set(calls(made)))
