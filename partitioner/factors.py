@@ -19,125 +19,12 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map
 
+from .atoms import Atoms
 from .graph import Graph, is_getitem, is_tensor, tensor_operands, values_of
 from .layout import Factor, Layout
 from .rules.every import rule_of
 from .rules.notation import Dims, Rule
 from .rules.split import Call, Leaf, LeafDims, Shape
-
-UNKNOWN = -1
-"""The size of a dim that depends on data: never split."""
-
-
-class Atoms:
-    """A union-find over sizes whose members can be cut in parts. Atoms of size 1 do not exist."""
-
-    def __init__(self) -> None:
-        self._parent: list[int] = []
-        self._size: list[int] = []
-        self._parts: list[tuple[int, ...]] = []
-        self._own: list[tuple[int, tuple[int, ...]]] = []
-
-    def new(self, size: Any) -> list[int]:
-        """Fresh atoms for one dim: one, or none for a dim of size 1."""
-        if isinstance(size, int) and size == 1:
-            return []
-        self._parent.append(len(self._parent))
-        self._size.append(size if isinstance(size, int) else UNKNOWN)
-        self._parts.append(())
-        return [len(self._parent) - 1]
-
-    def count(self) -> int:
-        """How many atoms there are."""
-        return len(self._parent)
-
-    def touched(self, before: int) -> bool:
-        """Whether one of the first `before` atoms was cut, or united with another of them, by what came later."""
-        return any(self._own[i] != (self._parent[i], self._parts[i]) for i in range(before))
-
-    def copy(self) -> Atoms:
-        made = Atoms()
-        made._parent, made._size, made._parts = list(self._parent), list(self._size), list(self._parts)
-        made._own = list(self._own)
-        return made
-
-    def settle(self) -> None:
-        """Remember the atoms as they are, for `touched`."""
-        self._own = list(zip(self._parent, self._parts, strict=True))
-
-    def size(self, atom: int) -> int:
-        return self._size[atom]
-
-    def _root(self, atom: int) -> int:
-        while self._parent[atom] != atom:
-            self._parent[atom] = self._parent[self._parent[atom]]
-            atom = self._parent[atom]
-        return atom
-
-    def leaves(self, atoms: list[int]) -> list[int]:
-        """The atoms, each as the uncut ones it is now made of."""
-        if len(atoms) == 1 and self._parent[atoms[0]] == atoms[0] and not self._parts[atoms[0]]:
-            return atoms
-        out: list[int] = []
-        stack = list(reversed(atoms))
-        while stack:
-            root = self._root(stack.pop())
-            if self._parts[root]:
-                stack.extend(reversed(self._parts[root]))
-            else:
-                out.append(root)
-        return out
-
-    def _sizes(self, atoms: list[int]) -> list[int]:
-        return [self._size[a] for a in self.leaves(atoms)]
-
-    def _cut(self, atom: int, major: int) -> None:
-        """Cut a leaf of size n in (major, n / major)."""
-        minor = self._size[atom] // major
-        self._parts[atom] = (*self.new(major), *self.new(minor))
-
-    def unite(self, a: list[int], b: list[int]) -> bool:
-        """Make two lists of atoms of one product the same; False (and nothing changes) when their cuts disagree."""
-        left, right = self.leaves(a), self.leaves(b)
-        if left == right:
-            return True
-        if not _agree([self._size[x] for x in left], [self._size[x] for x in right]):
-            return False
-        while True:
-            left, right = self.leaves(a), self.leaves(b)
-            pair = next(((x, y) for x, y in zip(left, right, strict=False) if x != y), None)
-            if pair is None:
-                return True
-            x, y = pair
-            if self._size[x] == self._size[y]:
-                self._parent[max(x, y)] = min(x, y)
-            elif self._size[x] > self._size[y]:
-                self._cut(x, self._size[y])
-            else:
-                self._cut(y, self._size[x])
-
-    def divide(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
-        """The atoms of one dim in consecutive groups of these sizes, cutting where needed; None if that cannot be."""
-        if UNKNOWN in self._sizes(atoms) or not _agree(self._sizes(atoms), [n for n in sizes if n != 1]):
-            return None
-        groups = [self.new(n) for n in sizes]
-        return groups if self.unite(atoms, [a for g in groups for a in g]) else None
-
-
-def _agree(a: list[int], b: list[int]) -> bool:
-    """Whether two lists of sizes of one product have a common refinement by cutting."""
-    if 0 in a or 0 in b or UNKNOWN in a or UNKNOWN in b:
-        return a == b
-    left, right = list(reversed(a)), list(reversed(b))
-    while left and right:
-        x, y = left.pop(), right.pop()
-        if x == y:
-            continue
-        big, small = max(x, y), min(x, y)
-        if big % small:
-            return False
-        (left if x > y else right).append(big // small)
-    return not left and not right
 
 
 @dataclass
@@ -177,11 +64,19 @@ class Factored:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What calls of one signature share: the call on fake tensors, its rule, and the sizes of the rule's factors."""
+    """What calls of one signature share.
+
+    Attributes:
+        call, rule: the call on fake tensors, and its rule.
+        sizes: of the rule's factors.
+        loose: (which operand or output, dim) of the dims that are no factor and not of size 1; operands come first.
+        settled: the shapes of its calls so far, by the pattern of their atoms.
+    """
 
     call: Call
     rule: Rule
     sizes: dict[str, int]
+    loose: tuple[tuple[int, int], ...]
     settled: dict[Any, tuple[Shape, dict[Leaf, int]]] = field(default_factory=dict)
 
 
@@ -284,21 +179,17 @@ class _Kinds:
         operands: list[fx.Node] = []
         args = tuple([self._key(x, operands) for x in node.args])
         kwargs = tuple([(k, self._key(x, operands)) for k, x in node.kwargs.items()]) if node.kwargs else ()
-        val = node.meta["val"]
-        outs = tuple(map(_tensor_key, val)) if isinstance(val, (tuple, list)) else _tensor_key(val)
-        signature = (node.target, args, kwargs, outs)
+        signature = (node.target, args, kwargs, self._value(node))
         kind = self._kinds.get(signature)
         if kind is None:
             call = call_of(node)
             rule = rule_of(call)
-            kind = self._kinds[signature] = _Kind(call, rule, _sizes(rule, call))
+            kind = self._kinds[signature] = _Kind(call, rule, _sizes(rule, call), _loose(rule, call))
         return kind, operands
 
     def _key(self, x: Any, operands: list[fx.Node]) -> Any:
         if isinstance(x, fx.Node):
-            found = self._tensors.get(x)
-            if found is None:
-                found = self._tensors[x] = _tensor_key(x.meta.get("val"))
+            found = self._tensors.get(x) or self._value(x)
             if found[0] is _TENSOR:
                 operands.append(x)
             return found
@@ -308,13 +199,22 @@ class _Kinds:
             return tuple([(k, self._key(y, operands)) for k, y in x.items()])
         return (type(x), x if isinstance(x, (int, float, bool, str)) else str(x))
 
+    def _value(self, node: fx.Node) -> Any:
+        val = node.meta.get("val")
+        many = isinstance(val, (tuple, list))
+        found = self._tensors[node] = ("several", *map(_tensor_key, val)) if many else _tensor_key(val)
+        return found
+
 
 _TENSOR = object()
 
 
 def _tensor_key(val: Any) -> tuple:
     if isinstance(val, torch.Tensor):
-        return (_TENSOR, tuple([n if isinstance(n, int) else str(n) for n in val.shape]), val.dtype)
+        shape: Any = val.shape
+        if not all([type(n) is int for n in shape]):
+            shape = tuple(map(str, shape))
+        return (_TENSOR, shape, val.dtype)
     return (type(val), str(val))
 
 
@@ -329,10 +229,14 @@ def call_of(node: fx.Node) -> Call:
 
 def _lay(kind: _Kind, operands: list[fx.Node], values: tuple[fx.Node | None, ...], out: Factored) -> _Laid:
     one = _Laid(kind, operands, values)
-    rule, store = kind.rule, out.sizes
+    rule, store, known = kind.rule, out.sizes, one.known
     for operand, dims in zip(operands, rule.inputs, strict=True):
         for names, atoms in zip(dims, out.dims[operand], strict=True):
-            if names:
+            if len(names) == 1:  # by far the most
+                group = known.setdefault(names[0], atoms)
+                if group is not atoms and group != atoms and not store.unite(group, atoms):
+                    one.apart.add(names[0])
+            elif names:
                 _take(names, atoms, one, store)
     for value, dims, tensor in zip(values, rule.outputs, kind.call.outputs, strict=False):
         if dims is None or not isinstance(tensor, torch.Tensor):
@@ -341,6 +245,17 @@ def _lay(kind: _Kind, operands: list[fx.Node], values: tuple[fx.Node | None, ...
         if value is not None:
             out.dims[value] = made
     return one
+
+
+def _loose(rule: Rule, call: Call) -> tuple[tuple[int, int], ...]:
+    sides = [*zip(rule.inputs, call.operands, strict=False), *zip(rule.outputs, call.outputs, strict=False)]
+    return tuple(
+        (i, j)
+        for i, (dims, t) in enumerate(sides)
+        if dims is not None and isinstance(t, torch.Tensor)
+        for j, (names, n) in enumerate(zip(dims, t.shape, strict=True))
+        if not names and not (isinstance(n, int) and n == 1)
+    )
 
 
 def _sizes(rule: Rule, call: Call) -> dict[str, int]:
@@ -365,8 +280,8 @@ def _sizes(rule: Rule, call: Call) -> dict[str, int]:
 
 
 def _take(names: tuple[str, ...], atoms: list[int], one: _Laid, store: Atoms) -> None:
-    """An operand's dim: unite its atoms with the factors it is made of, or set the factors apart."""
-    groups = [atoms] if len(names) == 1 else store.divide(atoms, [one.kind.sizes[f] for f in names])
+    """An operand's dim of several factors: unite its atoms with them, or set them apart."""
+    groups = store.divide(atoms, [one.kind.sizes[f] for f in names])
     if groups is None:
         one.apart |= set(names)
         return
@@ -385,6 +300,8 @@ def _make(names: tuple[str, ...], n: Any, one: _Laid, store: Atoms) -> list[int]
     for f in names:
         if f not in one.known:
             one.known[f] = store.new(n if len(names) == 1 else one.kind.sizes[f])
+    if len(names) == 1:
+        return one.known[names[0]]
     return [a for f in names for a in one.known[f]]
 
 
@@ -409,28 +326,37 @@ def _settled(one: _Laid, out: Factored, final: _Final) -> tuple[Shape, dict[Leaf
 
     Calls of one kind whose atoms make the same pattern share one `Shape`, which later stages know equal calls by.
     """
-    known = [(f, final.leaves(a)) for f, a in one.known.items() if f not in one.apart]
-    rule = one.kind.rule
-    seen = [(d, out.dims[o]) for d, o in zip(rule.inputs, one.operands, strict=True)]
-    made = [(d, out.dims[v]) for v, d in zip(one.values, rule.outputs, strict=False) if d and v in out.dims]
+    known = {f: final.leaves(a) for f, a in one.known.items() if f not in one.apart}
     number: dict[int, int] = {}
-    pattern = [tuple([number.setdefault(a, len(number)) for a in atoms]) for _, atoms in known]
-    for _, dims in (*seen, *made):
-        pattern += [tuple([number.setdefault(a, len(number)) for a in dim]) for dim in dims]
-    used = tuple([v is not None and v in out.dims for v in one.values])
-    key = (tuple(pattern), tuple([out.sizes.size(a) for a in number]), tuple([f for f, _ in known]), used)
+    pattern = [tuple([number.setdefault(a, len(number)) for a in atoms]) for atoms in known.values()]
+    if one.apart:  # else the atoms of the other dims follow from the factors'
+        for dims in _dims_of(one, out):
+            pattern += [tuple([number.setdefault(a, len(number)) for a in dim]) for dim in dims]
+    elif one.kind.loose:
+        own = _dims_of(one, out)
+        pattern += [tuple([number.setdefault(a, len(number)) for a in own[i][j]]) for i, j in one.kind.loose if own[i]]
+    used = tuple([v is not None and v in out.dims for v in one.values]) if len(one.values) > 1 else ()
+    apart = tuple(known) if one.apart else ()
+    key = (tuple(pattern), tuple([out.sizes.size(a) for a in number]), apart, used)
     found = one.kind.settled.get(key)
     if found is None:
-        shape, atoms = _settle(one, known, [*seen, *made], out)
+        shape, atoms = _settle(one, known, out)
         found = one.kind.settled[key] = (shape, {leaf: number[a] for leaf, a in atoms.items()})
     order = list(number)
     return found[0], {leaf: order[i] for leaf, i in found[1].items()}
 
 
-def _settle(one: _Laid, known: list, seen: list, out: Factored) -> tuple[Shape, dict[Leaf, int]]:
+def _dims_of(one: _Laid, out: Factored) -> list[list[list[int]]]:
+    """The atoms of the dims of every operand and output; none where an output is not there."""
+    outputs = zip(one.kind.rule.outputs, [*one.values, *[None] * len(one.kind.rule.outputs)], strict=False)
+    return [out.dims[o] for o in one.operands] + [out.dims[v] if d and v in out.dims else [] for d, v in outputs]
+
+
+def _settle(one: _Laid, known: dict[str, list[int]], out: Factored) -> tuple[Shape, dict[Leaf, int]]:
     """Read a call's leaves off the final atoms."""
     store, rule = out.sizes, one.kind.rule
-    leaves = _sound_leaves(dict(known), seen)
+    sides = zip([*rule.inputs, *rule.outputs], _dims_of(one, out), strict=True)
+    leaves = _sound_leaves(known, [(dims, own) for dims, own in sides if own])
 
     def dims_of(dims: Dims, own: list[list[int]]) -> LeafDims:
         return tuple(
