@@ -4,7 +4,7 @@ A rank's transfers form batches, and a batch starts when the one before it has e
 batch, so a rank waits in each until its partner is there too. "batched": transfers next to each other are one batch. A
 computation stands between batches and waits for receives of earlier ones only, so the batches decide: a transfer
 happens when the current batches of both of its ranks hold it, and if at the end some rank's current batch has not
-ended, each such rank waits for another, which closes a cycle.
+ended, each such rank waits for another, which closes a cycle. "async": no transfer waits for another (`walk`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Literal
 from .action import SENDS, TRANSFERS, Action
 from .schedule import Schedule
 from .waits import Wait, cycle_text
+from .walk import stuck
 
-Mode = Literal["blocking", "batched"]
+Mode = Literal["blocking", "batched", "async"]
 Batch = dict[Action, int]
 """Transfers, each as its send, and the rank at the other end."""
 
@@ -28,6 +29,8 @@ def meeting(action: Action, placement: tuple[int, ...]) -> tuple[Action, int]:
 
 def deadlock(schedule: Schedule, mode: Mode) -> str | None:
     """The cycle of ranks that wait for each other, or None. Every transfer has its partner."""
+    if mode == "async":
+        return stuck(schedule)
     ahead = [_batches(order, schedule.placement, mode) for order in schedule.orders]
     current = [rank.pop() if rank else {} for rank in ahead]
     moved = list(range(schedule.ranks))

@@ -1,11 +1,11 @@
 """Times a schedule: computations on each rank in order, transfers on links, reductions and copies beside them.
 
 A rank's actions are started one after another. A computation occupies the rank, and starts when what it receives has
-arrived. A transfer starts at its SEND, occupies the link between the two ranks in its direction, and waits for nothing
-else: receives are taken to be posted ahead. REDUCE and UNSHARD run on the rank's collective stream, OFFLOAD and RELOAD
-on its host stream, each started in its turn and waited for where its result is used.
+arrived. A transfer occupies the link between two ranks in its direction, from when both have come to its SEND and RECV,
+and blocks neither (`post_ahead`). REDUCE and UNSHARD run on the rank's collective stream, OFFLOAD and RELOAD on its
+host stream, each started in its turn and waited for where its result is used.
 
-    start = max(the rank's last computation, the stream's last end, the ends of what is waited for)
+    start = max(last end on the stream, ends of what is waited for)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if schedule.ranks > 1 and not schedule.has_transfers:
         raise ScheduleError(f"schedule {schedule.name} has no transfers: simulate(with_transfers(schedule), costs)")
     walked = walk(schedule)
-    events = _events(walked, costs, schedule.ranks)
+    events = _events(walked, costs)
     memory = _memory(walked, events, costs, schedule)
     busy = [0.0] * schedule.ranks
     for event in events:
@@ -50,24 +50,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     )
 
 
-def _events(walked: Walk, costs: Costs, ranks: int) -> list[Event]:
+def _events(walked: Walk, costs: Costs) -> list[Event]:
     """When each step starts and ends, in the order of the walk."""
     seconds = {
         (stage, kind): takes for stage, cost in enumerate(costs.stages) for kind, takes in _seconds(cost).items()
     }
     events: list[Event] = []
-    now = [0.0] * ranks
     free: dict[tuple[int, str], float] = {}
     for rank, (stage, kind, _, other), name, stream, awaits in walked.steps:
-        takes = seconds[stage, kind] if other is None else costs.hop(stage, other)
-        start = now[rank]
-        if stream == COMPUTE_STREAM:
-            for step in awaits:
-                start = max(start, events[step].end)
-            now[rank] = end = start + takes
-        else:
-            start = max(start, free.get((rank, stream), 0.0))
-            free[rank, stream] = end = start + takes
+        start = free.get((rank, stream), 0.0)
+        for step in awaits:
+            start = max(start, events[step].end)
+        end = start + (seconds[stage, kind] if other is None else costs.hop(stage, other))
+        free[rank, stream] = end
         events.append(Event(rank, name, start, end, stream))
     return events
 

@@ -40,7 +40,8 @@ def validate(
         bound: per rank, the most pairs of a stage and a micro-batch that may be in flight (`in_flight_bound`).
         mode: "blocking": every transfer blocks both ranks until it has happened. "batched": transfers that stand next
             to each other are started together, a rank goes on meanwhile, and its batches happen one after another.
-            What is free of deadlock under "blocking" is so under "batched".
+            "async": a rank only starts transfers, and each direction between two ranks goes on by itself. What is free
+            of deadlock under one mode is so under those after it.
 
     Raises:
         ScheduleError: all faults of the first law that does not hold; each names rank and action, a deadlock its cycle.

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from meshwright.partitioner.grid import grid
+from meshwright.partitioner.post_ahead import post_ahead
 from meshwright.partitioner.schedule import Schedule
 from meshwright.partitioner.schedules.generate import generate, in_flight_bound
 from meshwright.partitioner.send_recv import with_transfers
@@ -43,8 +44,9 @@ yet.
 ```python
 computed = generate("1f1b", ranks=4, micro_batches=8)       # or from_text(a text of your own)
 schedule = with_transfers(computed, edges, gradients)       # pairs (source stage, target stage); a chain by default
-schedule = with_reductions(schedule)                         # gradients of replicas, summed under the cool-down
+schedule = with_reductions(schedule)                        # gradients of replicas, summed under the cool-down
 validate(schedule, edges, gradients, bound=in_flight_bound("1f1b", 4, 8))
+schedule = post_ahead(schedule)                             # for transfers that run beside computations
 timeline = simulate(schedule, Costs(stages, hops))          # seconds, bubble, idle, peak bytes, in flight
 write_trace("step.json", {"simulated": timeline.events})    # opens in Perfetto; a measured run beside it
 ```
@@ -54,6 +56,10 @@ needs; that sends pair with receives, in one order on both sides; that no rank h
 nothing deadlocks, even if every transfer blocks both of its ranks. A deadlock is reported with its cycle:
 
     rank 0 at 0SEND_F1>1 waits for 1RECV_F1<0 of rank 1; rank 1 at 1SEND_B0>0 waits for 0RECV_B0<1 of rank 0
+
+A transfer runs from when both ranks have come to it. `with_transfers` puts a receive after the computation under which
+the value is sent; where transfers block no rank, `post_ahead` puts it before, so that they run side by side: simulated,
+that is worth up to 3 % of a step where a hop takes 2 % of F + B + W, and up to 19 % (GPipe) where it takes a sixth.
 
 ## Schedules
 
@@ -93,7 +99,7 @@ def rows() -> list[Row]:
 
 @cache
 def transferred(name: str, ranks: int, micro_batches: int, virtual: int | None = None) -> Schedule:
-    return with_transfers(generate(name, ranks, micro_batches, virtual))
+    return post_ahead(with_transfers(generate(name, ranks, micro_batches, virtual)))
 
 
 def timed(schedule: Schedule, seconds: tuple[float, float, float], hop: float = 0.0) -> Timeline:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.partitioner.action import COMPUTE, SENDS, TRANSFERS, Action, parse_action
 from meshwright.partitioner.errors import ScheduleError
+from meshwright.partitioner.post_ahead import post_ahead
 from meshwright.partitioner.reductions import with_reductions
 from meshwright.partitioner.schedule import Schedule, chain, from_text
 from meshwright.partitioner.schedules.generate import NAMES, generate, in_flight_bound
@@ -147,6 +148,7 @@ def test_every_schedule_is_legal(name):
                 bound = in_flight_bound(name, ranks, micro_batches, virtual)
                 validate(schedule, bound=bound, mode="blocking")
                 validate(schedule, bound=bound, mode="batched")
+                validate(post_ahead(schedule), bound=bound, mode="async")
 
 
 @settings(deadline=None)
@@ -161,6 +163,7 @@ def test_any_edges_are_legal(data):
     schedule = with_transfers(computed, edges, gradients)
     validate(schedule, edges, gradients)
     validate(schedule, edges, gradients, mode="batched")
+    validate(post_ahead(schedule, 2), edges, gradients, mode="async")
     assert [[a for a in o if a.kind in COMPUTE] for o in schedule.orders] == [list(o) for o in computed.orders]
 
 
@@ -203,6 +206,36 @@ def test_any_wrong_action_is_named(data):
     with pytest.raises(ScheduleError) as error:
         validate(replace(schedule, orders=tuple(orders)))
     assert str(right) in str(error.value) or str(wrong) in str(error.value)
+
+
+def test_receives_are_posted_ahead():
+    """In the steady state both ranks come to receive before they send: what blocks would never end."""
+    schedule = post_ahead(with_transfers(generate("1f1b", 2, 3)))
+    assert order(schedule, 0) == (
+        "0F0 0SEND_F0>1 0RECV_B0<1 0F1 0SEND_F1>1 0BW0 0RECV_B1<1 0F2 0SEND_F2>1 0RECV_B2<1 0BW1 0BW2"
+    )
+    assert order(schedule, 1) == (
+        "1RECV_F0<0 1RECV_F1<0 1F0 1BW0 1SEND_B0>0 1F1 1RECV_F2<0 1BW1 1SEND_B1>0 1F2 1BW2 1SEND_B2>0"
+    )
+    validate(schedule, mode="async")
+    with pytest.raises(ScheduleError, match="deadlock"):
+        validate(schedule)
+    with pytest.raises(ScheduleError, match="at least 1 computation ahead; got 0"):
+        post_ahead(schedule, 0)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "batched", "async"])
+def test_computations_that_wait_for_each_other(mode):
+    """Rank 0 wants the first gradient before it computes the second micro-batch, rank 1 the other way round."""
+    text = """
+        0: 0F0 0SEND_F0>1 0RECV_B0<1 0BW0 0F1 0SEND_F1>1 0RECV_B1<1 0BW1
+        1: 1RECV_F0<0 1F0 1RECV_F1<0 1F1 1BW0 1SEND_B0>0 1BW1 1SEND_B1>0
+    """
+    with pytest.raises(ScheduleError) as error:
+        validate(from_text(text), mode=mode)
+    at = ("0BW0", "1F1") if mode == "async" else ("0RECV_B0<1", "1RECV_F1<0")
+    cycle = f"rank 0 at {at[0]} waits for 1SEND_B0>0 of rank 1; rank 1 at {at[1]} waits for 0SEND_F1>1 of rank 0"
+    assert cycle in str(error.value)
 
 
 def test_gradient_where_nothing_trains():

@@ -277,10 +277,13 @@ CORRUPTIONS: list[Callable[[Schedule], Corrupted]] = [
 
 @pytest.mark.parametrize("base", BASES, ids=lambda base: base[0])
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
-@pytest.mark.parametrize("mode", ["blocking", "batched"])
+@pytest.mark.parametrize("mode", ["blocking", "batched", "async"])
 def test_corrupted_schedule_is_refused(corrupt, base, mode):
     schedule = with_transfers(generate(*base))
     wrong, words = corrupt(schedule)
+    if corrupt is receive_before_send and mode == "async":
+        validate(wrong, mode=mode)  # a receive only waits to be filled
+        return
     with pytest.raises(ScheduleError) as error:
         validate(wrong, bound=in_flight_bound(*base), mode=mode)
     assert all(word in str(error.value) for word in words), f"{words} not all in:\n{error.value}"
@@ -394,4 +397,4 @@ def test_validator_equals_naive_run(data):
         schedule = moved(schedule, rank, place, near)
     blocking = legal(schedule, "blocking")
     assert blocking == runs(schedule)
-    assert not blocking or legal(schedule, "batched")
+    assert blocking <= legal(schedule, "batched") <= legal(schedule, "async")
