@@ -52,7 +52,7 @@ class Walk:
     in_flight: tuple[int, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # a search times one schedule with many costs; a big one has 100,000 steps
 def walk(schedule: Schedule) -> Walk:
     """The schedule in one order.
 
