@@ -10,7 +10,7 @@ the graph that has it (calls after it that no gradient goes through have it too)
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,20 +101,21 @@ def is_tensor(node: Any) -> bool:
 def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of a call, in the order rules count them: args, then kwargs, lists walked."""
     found: list[fx.Node] = []
-
-    def visit(x: Any) -> None:
-        if is_tensor(x):
-            found.append(x)
-        elif isinstance(x, (list, tuple)):
-            for y in x:
-                visit(y)
-        elif isinstance(x, dict):
-            for y in x.values():
-                visit(y)
-
-    visit(node.args)
-    visit(node.kwargs)
+    _visit(node.args, found)
+    if node.kwargs:
+        _visit(node.kwargs.values(), found)
     return found
+
+
+def _visit(xs: Iterable[Any], found: list[fx.Node]) -> None:
+    for x in xs:
+        if isinstance(x, fx.Node):
+            if isinstance(x.meta.get("val"), torch.Tensor):
+                found.append(x)
+        elif isinstance(x, (list, tuple)):
+            _visit(x, found)
+        elif isinstance(x, dict):
+            _visit(x.values(), found)
 
 
 def values_of(node: fx.Node) -> tuple[fx.Node | None, ...]:

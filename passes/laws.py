@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from ..partitioner.errors import LawError
 from ..partitioner.graph import is_tensor, tensor_operands, where
-from ..partitioner.layout import local_shape
+from ..partitioner.layout import Layout, local_shape
 from ..partitioner.program import primitive
 from ..partitioner.transfer import pause, start, wait
 from .draft import Draft
@@ -47,10 +47,13 @@ def _broken(law: str, after: str, node: fx.Node, why: str) -> LawError:
 
 
 def _layouts_agree(draft: Draft, after: str) -> None:
+    needs: dict[tuple[int, int], Layout] = {}  # calls that are split alike share their split
     for node, split in draft.splits.items():
         for k, operand in enumerate(tensor_operands(node)):
-            need, have = split.input_layout(k), draft.layouts[operand]
-            if need != have:
+            need, have = needs.get((id(split), k)), draft.layouts[operand]
+            if need is None:
+                need = needs[id(split), k] = split.input_layout(k)
+            if need is not have and need != have:
                 raise _broken("layouts-agree", after, node, f"operand {operand.name} is {have}, needed is {need}")
     for value, role in zip(draft.graph.output_values, draft.graph.outputs, strict=True):
         if value is None or not is_tensor(value):

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 import torch.fx as fx
 
+from ..partitioner.collection import no_collection
 from ..partitioner.graph import Graph
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
@@ -30,6 +31,7 @@ CPU = torch.device("cpu")
 PASSES = (insert_reshards, expand_reshards, insert_pause, start_early)
 
 
+@no_collection()
 def lower(
     graph: Graph, plan: Plan, form: str = "step", local_inputs: bool = False, device: torch.device = CPU
 ) -> Program:
