@@ -37,7 +37,7 @@ ENOUGH = 1e-3
 FREED = 16
 """So many of the largest variables set aside are tried to be freed for a better bound."""
 
-IDLE = 4
+IDLE = 3
 """The search ends when so many cuts have not helped, one after another."""
 
 
@@ -64,9 +64,9 @@ def solve(problem: Problem, store: Store | None = None, hubs: Iterable[int] = ()
     """The values with the least sum. `hubs`: variables that are likely better set aside than eliminated."""
     store = store or Store()
     narrow, likely = _narrow(problem, ()), {h for h in hubs if len(problem.unary[h]) > 1}
-    chosen = [] if narrow else _set_aside(problem, likely)
+    chosen, limit = ([], 0) if narrow else _set_aside(problem, likely)
     if chosen:
-        return _with_hubs(problem, chosen, store, likely)
+        return _with_hubs(problem, chosen, store, likely, limit)
     values, complete = Elimination(problem, {}, store, WIDE if narrow else 0).run()
     cost = objective(problem, values)
     return Solution(values, cost, cost if complete else relaxed(problem, set(), store)[0])
@@ -78,10 +78,14 @@ def _narrow(problem: Problem, aside: Iterable[int]) -> bool:
     return not cut and entries <= WORTH
 
 
-def _set_aside(problem: Problem, likely: set[int]) -> list[int]:
-    """As few as can be: those that must be, or those and the likely ones, which may spare others."""
-    limit = elimination.LIMIT
-    return min(_cut(problem, (), limit)[0], [*likely, *_cut(problem, likely, limit)[0]], key=len)
+def _set_aside(problem: Problem, likely: set[int]) -> tuple[list[int], int]:
+    """As few as can be, and the least limit for which that holds: those that must be, or those and the likely ones,
+    which may spare others. A lower limit is faster, and may leave fewer: what is joined early is joined for good."""
+    found = []
+    for limit in (elimination.LIMIT // 10, elimination.LIMIT):
+        found.append((_cut(problem, (), limit)[0], limit))
+        found.append(([*likely, *_cut(problem, likely, limit)[0]], limit))
+    return min(found, key=lambda f: len(f[0]))
 
 
 def _cut(
@@ -162,9 +166,9 @@ def _least(store: Store, table: np.ndarray, axis: int) -> np.ndarray:
     return store.done[key][0]
 
 
-def _with_hubs(problem: Problem, hubs: list[int], store: Store, likely: set[int]) -> Solution:
+def _with_hubs(problem: Problem, hubs: list[int], store: Store, likely: set[int], limit: int) -> Solution:
     """Fix the hubs, solve the rest, better the hubs; first as suits the values that each had with hubs of its own."""
-    bound, values = relaxed(problem, set(hubs), store)
+    bound, values = relaxed(problem, set(hubs), store, limit)
     near: dict[int, list[tuple[int, np.ndarray]]] = {h: [] for h in hubs}
     for (i, j), table in problem.pairs.items():
         if i in near:
@@ -176,34 +180,36 @@ def _with_hubs(problem: Problem, hubs: list[int], store: Store, likely: set[int]
     fixed = _bettered(problem, near, values)
     while tuple(fixed.values()) not in seen:
         seen.add(tuple(fixed.values()))
-        values, _ = Elimination(problem, fixed, store).run()
+        values, _ = Elimination(problem, fixed, store, limit).run()
         fixed = _bettered(problem, near, values)
         best = min(best, (objective(problem, values), list(values)), key=lambda b: b[0])
-    best = _in_turn(problem, hubs, best, bound, store)
-    bound = _raised(problem, likely, best[0], bound, store)
+    best = _in_turn(problem, hubs, best, bound, store, limit)
+    bound = _raised(problem, likely, best[0], bound, store, limit)
     return Solution(best[1], best[0], min(bound, best[0]))
 
 
 def _in_turn(
-    problem: Problem, hubs: list[int], best: tuple[float, list[int]], bound: float, store: Store
+    problem: Problem, hubs: list[int], best: tuple[float, list[int]], bound: float, store: Store, limit: int
 ) -> tuple[float, list[int]]:
     """Set others aside as they are and solve the rest anew, while the gap is open and that helps."""
     times, idle = Counter(hubs), 0
     while idle < IDLE and best[0] - bound > ENOUGH * abs(bound):
-        cut, _ = _cut(problem, (), elimination.LIMIT, times=times)
+        cut, _ = _cut(problem, (), limit, times=times)
         times.update(cut)
-        values, _ = Elimination(problem, {h: best[1][h] for h in cut}, store).run()
+        values, _ = Elimination(problem, {h: best[1][h] for h in cut}, store, limit).run()
         cost, idle = objective(problem, values), idle + 1
         if cost < best[0] - 1e-12 * abs(best[0]):
             best, idle = (cost, values), 0
     return best
 
 
-def _raised(problem: Problem, likely: set[int], cost: float, bound: float, store: Store) -> float:
+def _raised(
+    problem: Problem, likely: set[int], cost: float, bound: float, store: Store, limit: int
+) -> float:
     """While the gap is open, the bound that has as few set aside as time allows: of all, and of all but the likely."""
     for aside in ((), likely):
         if cost - bound > ENOUGH * abs(bound):
-            hubs = {*aside, *_cut(problem, aside, elimination.LIMIT)[0]}
+            hubs = {*aside, *_cut(problem, aside, limit)[0]}
             for h in sorted(hubs, key=lambda h: (-len(problem.unary[h]), h))[:FREED]:
                 if _narrow(problem, hubs - {h}):
                     hubs.discard(h)

@@ -94,7 +94,8 @@ def test_hubs_set_aside_leave_a_legal_answer_and_a_bound():
     met = 0
     for seed in range(150):
         problem = random_problem(seed, density=0.7)
-        found, best = solver._with_hubs(problem, [seed % 6, (seed + 2) % 6], Store(), {seed % 6}), brute_force(problem)
+        hubs, best = [seed % 6, (seed + 2) % 6], brute_force(problem)
+        found = solver._with_hubs(problem, hubs, Store(), {seed % 6}, elimination.LIMIT)
         assert found.cost == objective(problem, found.values)
         assert found.bound <= best <= found.cost, f"seed {seed}"
         met += found.cost == best
