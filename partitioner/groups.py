@@ -1,14 +1,15 @@
 """Contraction: calls that decide together.
 
 Most calls have no reason to be split otherwise than a neighbour. Calls are joined in *groups*, each one variable of the
-planner (`values.py` says what a group may do), by these rules:
+planner (`joint.py` says what a group may do), by these rules:
 
     follower     linear in its one tensor operand, and making nothing larger (a view, a cast down, a sum over dims):
-                 does as its producer does, partial sums included
+                 does as its producer does, partial sums included; not a small sum of what others read too
     gathered     a sum of tensors that all come from one group (the input gradients of q, k, v): stays there
     chain        pointwise, reductions, norms over the same dims as the tensor they read: one group, unless that tensor
                  is read elsewhere too (a residual stream starts anew at each layer)
-    twins        a call and its backward calls (equal `seq`), such as the three products of one weight
+    twins        a call and its backward calls (equal `seq`), such as the three products of one weight; not what reads
+                 gradients alone and is linear in them, through which partial sums may go on
     siblings     products of one module that read the same tensor and share a dim beyond it (q, k, v; gate, up)
     looked at    views of parameters and inputs, and casts up: do as their reader needs
 
@@ -68,6 +69,7 @@ class _Contraction:
         self.parent: list[int] = []
         self.chained: list[bool] = []
         self.looked: set[int] = set()
+        self.aside: set[int] = set()
         self.atoms: dict[fx.Node, frozenset[int]] = {}
         self.kinds: dict[int, str] = {}
         for node in graph.calls():
@@ -82,6 +84,9 @@ class _Contraction:
         module = node.meta.get("module") or ""
         one = _Call(node, shape, space, operands, makers, "", module.rpartition(".")[0])
         one.kind = self._kind(one)
+        if one.kind == "follower" and self._aside(one):
+            one.kind = "other"
+            self.aside.add(len(self.calls))
         self.calls.append(one)
         self.parent.append(len(self.parent))
         self.chained.append(one.kind in ("chain", *_LOOKS))
@@ -109,6 +114,11 @@ class _Contraction:
         if any(self._space(o) >= call.space for o in call.operands):
             return "chain"
         return "other"
+
+    def _aside(self, call: _Call) -> bool:
+        """Whether a call makes a small sum of a tensor that others read too: it may see it as they do."""
+        small = any(call.shape.rule.sums) and 8 * _numel(call.node) <= _numel(call.operands[0])
+        return small and len(self._base(call.operands[0]).users) > 1
 
     def _space(self, value: fx.Node) -> frozenset[int]:
         found = self.atoms.get(value)
@@ -141,10 +151,21 @@ class _Contraction:
                     first[seq] = i
                 continue
             other = self.calls[first[seq]]
+            if self._passes(call):
+                continue
             if not call.node.meta.get("backward"):  # no gradient goes through it: the number is its neighbour's
                 continue
             if other.kind == call.kind and (call.space <= other.space or other.space <= call.space):
                 self.join(first[seq], i)
+
+    def _passes(self, call: _Call) -> bool:
+        """Whether a backward call is linear in gradients and reads nothing else that is no mask or index: partial sums
+        may go on through it."""
+        floats = [k for k, o in enumerate(call.operands) if o.meta["val"].is_floating_point()]
+        read = [k for k in floats if call.makers[k] >= 0]
+        if call.kind != "chain" or not call.node.meta.get("backward") or frozenset(read) not in call.shape.rule.linear:
+            return False
+        return all(self.calls[call.makers[k]].node.meta.get("backward") for k in read)
 
     def siblings(self) -> None:
         readers: dict[tuple[fx.Node, str], int] = {}
@@ -170,6 +191,8 @@ class _Contraction:
         for i, call in enumerate(self.calls):
             makers = [m for m in call.makers if m >= 0 and self.calls[m].kind != "alone"]
             chained = bool(makers) and self.chained[self.find(makers[0])]
+            if makers and makers[0] in self.aside and len(call.operands[0].users) > 1:
+                continue  # a small sum that several read is reduced once, before they do
             if makers and (call.kind == "follower" or (call.kind == "widens" and chained)):
                 self.join(i, makers[0])
             elif call.kind in ("chain", "other"):

@@ -213,7 +213,8 @@ class Builder:
         own = [self._own(m, legal) if m.lead else [] for m in members]
         if pinned_on:
             own = [pinned_choices(members[0].node, own[0], members[0].shape, pinned_on, self.factored, self.pins)]
-        sums = all(frozenset(range(len(m.operands))) in m.shape.rule.linear for m in members)
+        shut = legal.role == "free" and not pinned_on and self._has_open(members, own)
+        sums = all(frozenset(range(len(m.operands))) in m.shape.rule.linear for m in members) or _passes(members)
         found: dict[Value, None] = {}
         for m, options in zip(members, own, strict=True):
             for c in options:
@@ -221,8 +222,8 @@ class Builder:
                     found.setdefault(c) if sums or len(members) == 1 else None
                 elif c is None:
                     found.setdefault(None)
-                elif not self._closed(m, c, legal, pinned_on):
-                    found.setdefault(("atom", m.atom[c], _alike(m, c, options).index(c)))
+                elif not (shut and self.factored.atoms[m.node][c] in self.closed):
+                    found.setdefault(("atom", m.atom[c], _alike(m, m.atom[c], options).index(c)))
         must = any(None not in options for options in own if options)
         values = sorted(found, key=lambda v: (v is not None and not isinstance(v, int), not isinstance(v, int)))
         values = [v for v in values if not (must and v is None)]
@@ -236,9 +237,15 @@ class Builder:
         stays = [c for c in every if not asks(m, c)]
         return every if self.writes or not stays or m.node in self.pins else stays
 
-    def _closed(self, m: Member, leaf: Leaf, legal: Choices, pinned_on: str) -> bool:
-        """Whether a free axis leaves this leaf alone: a contraction elsewhere must have it whole (a head dim)."""
-        return legal.role == "free" and not pinned_on and self.factored.atoms[m.node][leaf] in self.closed
+    def _has_open(self, members: list[Member], own: list[list[Choice]]) -> bool:
+        """Whether a group has other dims to split than those that a contraction elsewhere must have whole (a head dim).
+
+        Then a free axis leaves those alone. Positions of keys before every query have no others.
+        """
+        every = ((m, c) for m, options in zip(members, own, strict=True) for c in options if isinstance(c, tuple))
+        return any(m.shape.rule.flops >= HEAVY for m in members) or any(
+            self.factored.atoms[m.node][c] not in self.closed for m, c in every
+        )
 
     def _combined(self, members: list[Member], values: list[list[Value]], spare: list[list[bool]]) -> np.ndarray:
         """All combinations under which no rank is empty, with as few stand-ins as can be."""
@@ -277,6 +284,12 @@ class _Response:
             for k, wire in enumerate(m.wires):
                 if wire is not None:
                     self.readers[wire.call].append((i, k, wire.output))
+        self.reduced = {
+            wire
+            for m in members
+            for k, wire in enumerate(m.wires)
+            if wire is not None and not any(k in operands for operands in m.shape.rule.linear)
+        }
 
     def to(self, value: Value) -> list[Choice]:
         done: list[Choice] = [None] * len(self.members)
@@ -300,7 +313,7 @@ class _Response:
         if isinstance(value, int):
             source = not any(self.members[i].wires)
             return value if source and value in options else None
-        leaves = [c for c in options if isinstance(c, tuple) and self.members[i].atom[c] == value[1]]
+        leaves = _alike(self.members[i], value[1], options)
         return leaves[min(value[2], len(leaves) - 1)] if leaves else None
 
     def _as_operands(self, i: int, done: list[Choice]) -> Choice:
@@ -317,7 +330,7 @@ class _Response:
                 if leaf in self.allowed[i]:
                     return leaf
                 others = True
-            elif state == "sum":
+            elif state == "sum" and wire not in self.reduced:  # else it is reduced for another reader, and so for all
                 sums.add(k)
         if sums and not others:
             for alternative, operands in enumerate(m.shape.rule.linear):
@@ -339,9 +352,18 @@ class _Response:
         return None
 
 
-def _alike(m: Member, leaf: Leaf, options: list[Choice]) -> list[Choice]:
-    """The options that split the same atom: a convolution's rows in and rows out may be one."""
-    return [c for c in options if isinstance(c, tuple) and m.atom[c] == m.atom[leaf]]
+def _alike(m: Member, atom: int, options: list[Choice]) -> list[Leaf]:
+    """The options that split one atom, in the order of what they make: a convolution's rows in and rows out may be one,
+    and so may the rows and the columns of a table of positions."""
+    alike = [c for c in options if isinstance(c, tuple) and m.atom[c] == atom]
+    return sorted(alike, key=lambda c: str(output_state(m.shape, 0, c)))
+
+
+def _passes(members: list[Member]) -> bool:
+    """Whether partial sums go through a part of backward: every call is linear in what the group makes of it."""
+    wired = [frozenset(k for k, w in enumerate(m.wires) if w is not None) for m in members]
+    linear = all(w in m.shape.rule.linear if w else m.shape.rule.linear for m, w in zip(members, wired, strict=True))
+    return linear and all(m.node.meta.get("backward") and m.shape.rule.flops < HEAVY for m in members)
 
 
 def _leaf_at(dims: Any, spot: Any) -> Leaf | None:

@@ -179,7 +179,7 @@ class Reasons:
         a, b = self._tables.variables[i], self._tables.variables[j]
         for group, param in ((a, b), (b, a)):
             if param.resting is not None:
-                yield from self._of_parameter(group, param)
+                yield from self._of_parameter(group, param) if group.members else (param.name,)
                 return
             if not param.members:
                 yield param.name

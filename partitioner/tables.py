@@ -153,21 +153,25 @@ class Tables:
 
     def _copied(self, value: fx.Node, given: Given, readers: list[_Reads]) -> Given:
         """A tensor that several groups read is resharded once for all: a variable of its own, its state as seen."""
-        if value in self._copy_of or value in self._param:
-            return self._copy_of.get(value, given)
+        if value in self._copy_of:
+            return self._copy_of[value]
         g, known, have = given
         wants = {i: s for r in readers for i, s in {**r.forward, **r.backward}.items()}
-        key = ("copied", known, tuple(sorted(wants)), itemsize(value))
+        both = any(r.forward for r in readers) and any(r.backward for r in readers)
+        twice = both and self.again and value in self._param
+        key = ("copied", known, tuple(sorted(wants)), itemsize(value), twice)
         if key not in self._states:
             unique = dict.fromkeys(c for s in (have, *wants.values()) for c in s.unique)
             made = States(list(unique), np.arange(len(unique)))
-            self._states[key] = (made, np.zeros(len(unique)), self._spread(value, have, made), wants)
+            table = self._spread(value, have, made) * (2 if twice else 1)
+            self._states[key] = (made, np.zeros(len(unique)), table, wants)
         made, zeros, table, _ = self._states[key]
         c = self.problem.variable(zeros)
-        self.variables.append(Variable(name=value.name, states=made, dims=self.factored.dims[value]))
+        name = self.variables[g].name if value in self._param else value.name
+        self.variables.append(Variable(name=name, states=made, dims=self.factored.dims[value]))
         self._copied_from.append((g, c))
         self.problem.pair(g, c, table)
-        if any(r.forward for r in readers) and any(r.backward for r in readers):
+        if both and not twice:
             self._kept.append((value, g, c, have, [made]))
         self._copy_of[value] = (c, ("copy", id(made)), made)
         return self._copy_of[value]
