@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from . import compat
 from .factors import call_of
 from .graph import Graph, is_getitem
 from .rules.every import rule_of
+from .trace import Tracer
 
 
 class Decomposed(NamedTuple):
@@ -86,8 +87,15 @@ def _trace(node: fx.Node, leaves: list[Any], spec: Any, where: list[int]) -> fx.
         return parts(*args, **kwargs)
 
     fakes = [leaves[i].meta["val"] for i in where]
-    with fakes[0].fake_mode:
-        return make_fx(run)(*fakes).graph
+    tracer = Tracer(fakes[0].fake_mode)
+    inputs = [compat.fake_like(t, tracer.mode) for t in fakes]
+    for i, t in enumerate(inputs):
+        tracer.placeholder(f"operand_{i}", t)
+    with tracer.recording():
+        made = run(*(compat.wrapped(t, False) for t in inputs))
+    tracer.graph.output(tree_map(lambda t: tracer.node_of(t) if isinstance(t, torch.Tensor) else t, made))
+    tracer.graph.eliminate_dead_code()
+    return tracer.graph
 
 
 def _replace(program: Graph, node: fx.Node, taken: dict[str, fx.Node]) -> fx.Node:
