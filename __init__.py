@@ -16,8 +16,10 @@ from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
+from .partitioner.micro import make_plan_in_time
+from .partitioner.pipeline import Asked, with_pipeline
 from .partitioner.plan import Plan
-from .partitioner.planner import Options, make_plan, replan
+from .partitioner.planner import Options, replan
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checks import check_options, check_target
@@ -42,6 +44,8 @@ def compile(
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     zero: int | str = "auto",
+    micro_batches: int = 1,
+    schedule: str = "auto",
     clip_grad_norm: float | tuple[float, float] | None = None,
     memory: int | None = None,
     pin: dict[str, str] | None = None,
@@ -61,6 +65,10 @@ def compile(
         optimizer: from an object with `named_parameters()` and `parameters()` (a rank's shards) to a `torch.optim`
             optimizer.
         zero: ZeRO stage 0, 1, 2, 3, or "auto": the least that fits `memory`.
+        micro_batches: parts of the batch that a step goes through one after another; the numbers stay those of the
+            whole batch.
+        schedule: of the pipeline: "auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of
+            a schedule of your own.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
         memory: bytes a device may use.
         pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}.
@@ -81,8 +89,8 @@ def compile(
     mesh = mesh_here(mesh)
     check_loss(loss)
     check_options(
-        model, mesh, loss=loss, optimizer=optimizer, zero=zero, clip_grad_norm=clip_grad_norm, memory=memory, pin=pin,
-        plan=plan, batch_dims=batch_dims, seed=seed,
+        model, mesh, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches, schedule=schedule,
+        clip_grad_norm=clip_grad_norm, memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, seed=seed,
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
@@ -109,7 +117,9 @@ def compile(
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
         else:
-            graph, made = make_plan(graph, mesh_now, options)
+            parts = micro_batches if request.form == "step" else 1
+            graph, made = make_plan_in_time(graph, mesh_now, options, parts)
+            made = with_pipeline(graph, graph.factored, made, Asked(schedule, request.stages))
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
     settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build)

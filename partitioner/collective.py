@@ -174,5 +174,5 @@ MOST_AXES = 3
 def _axes_between(before: Layout, after: Layout, mesh: Mesh) -> tuple[tuple[str, int], ...]:
     """The axes that may take part: a helper axis can carry a part of what a slow one would send whole."""
     used = before.split_axes | before.partial_axes | after.split_axes | after.partial_axes
-    every = tuple((a, n) for a, n in mesh.axes if n > 1 or a in used)
+    every = tuple((a, n) for a, n in mesh.axes if (n > 1 and mesh.role(a) != "pipeline") or a in used)
     return every if len(every) <= MOST_AXES else tuple((a, n) for a, n in every if a in used)

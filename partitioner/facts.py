@@ -18,6 +18,7 @@ from .cost import call_seconds, nbytes
 from .dim_names import names_of_calls
 from .factors import Factored
 from .graph import Graph, tensor_operands
+from .mesh import TIME
 from .placement import Placement, place
 from .plan import Plan
 from .resting import STEP_BYTES
@@ -74,9 +75,15 @@ def _compute(graph: Graph, factored: Factored, placed: Placement, plan: Plan) ->
         key = (id(factored.calls[node]), id(split))
         if key not in known:
             operands = [o.meta["val"] for o in tensor_operands(node)]
-            known[key] = call_seconds(node, factored.shapes[node], split, operands, plan.mesh)
+            known[key] = _seconds(node, factored, split, operands, plan)
         found[node.name] = known[key]
     return found
+
+
+def _seconds(node: Any, factored: Factored, split: Any, operands: list, plan: Plan) -> float:
+    """Of a whole step: a call that is split over micro-batches is made in each."""
+    often = plan.micro_batches if plan.choices[node.name].get(TIME) is not None else 1
+    return often * call_seconds(node, factored.shapes[node], split, operands, plan.grid)
 
 
 def _parameters(graph: Graph, factored: Factored, plan: Plan) -> tuple[dict, dict, dict]:

@@ -23,7 +23,8 @@ def check_saved(graph: Graph, mesh: Mesh, plan: Plan) -> None:
     """Raises:
     PlanError: a saved plan holds what this program and mesh cannot do; all such lines at once.
     """
-    if plan.mesh.axes != mesh.axes:
+    mesh = plan.grid if plan.mesh.axes == mesh.axes else mesh
+    if plan.grid.axes != mesh.axes:
         raise PlanError(f"the plan was made for the mesh {plan.mesh}, this is {mesh}; plan again without plan=")
     factored, faults = factor_graph(graph), []
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):

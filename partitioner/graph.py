@@ -133,3 +133,20 @@ def values_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 def where(node: fx.Node) -> str:
     """The user's source line of a node, or its module, or its name: the best there is for a message."""
     return node.meta.get("where") or node.meta.get("module") or node.name
+
+
+def as_key(graph: fx.Graph) -> Any:
+    """What a per-rank graph does, in a form that can be compared and hashed."""
+    return tuple([(n.name, n.target, _plain(n.args), _plain(n.kwargs)) for n in graph.nodes])
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, fx.Node):
+        return ("node", x.name)
+    if isinstance(x, (list, tuple)):
+        return tuple([_plain(y) for y in x])
+    if isinstance(x, dict):
+        return tuple([(k, _plain(v)) for k, v in x.items()])
+    if isinstance(x, slice):
+        return (slice, x.start, x.stop, x.step)
+    return (type(x), x if x == x else str(x))

@@ -254,7 +254,11 @@ class Builder:
             return np.zeros((1, 0), dtype=np.intp)
         every = np.stack([i.reshape(-1) for i in np.meshgrid(*(np.arange(n) for n in counts), indexing="ij")], axis=1)
         legal = np.ones(len(every), dtype=bool)
-        sizes = {(m.atom[leaf], m.shape.leaves[leaf[0]][leaf[1]]) for m in members for leaf in m.atom}
+        sizes = {
+            (number, self.marked.least(m.shape.leaves[leaf[0]][leaf[1]], self.factored.atoms[m.node][leaf]))
+            for m in members
+            for leaf, number in m.atom.items()
+        }
         ranks = [n for _, n in self.prices.axes]
         for atom, size in sorted(sizes):
             taken = np.zeros(len(every), dtype=np.intp)
@@ -276,7 +280,7 @@ class _Response:
     def __init__(self, members: list[Member], own: list[list[Choice]], legal: Choices, writes: bool):
         self.members, self.own, self.legal = members, own, legal
         self.allowed = [
-            frozenset(x for x in m.atom if legal.may_split(m.shape, x) and (writes or x in some or not asks(m, x)))
+            frozenset(x for x in m.atom if self._may(m, x) and (writes or x in some or not asks(m, x)))
             for m, some in zip(members, own, strict=True)
         ]
         self.readers: list[list[tuple[int, int, int]]] = [[] for _ in members]
@@ -290,6 +294,9 @@ class _Response:
             for k, wire in enumerate(m.wires)
             if wire is not None and not any(k in operands for operands in m.shape.rule.linear)
         }
+
+    def _may(self, m: Member, leaf: Leaf) -> bool:
+        return self.legal.may_split(m.shape, leaf, self.legal.factored.atoms[m.node][leaf])
 
     def to(self, value: Value) -> list[Choice]:
         done: list[Choice] = [None] * len(self.members)

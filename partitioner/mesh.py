@@ -18,7 +18,11 @@ from typing import Any
 from .calibration import Given, calibration_for
 from .hardware import Device, Link, device_named, link_named
 
+TIME = "micro"
+"""The axis of micro-batches: ranks in time, one after another, of the same device. `Mesh.in_time` adds it."""
+
 ROLES = {
+    TIME: "data",
     "dp": "data",
     "dp_replicate": "data",
     "dp_shard": "data",
@@ -63,6 +67,8 @@ class Mesh:
         if bad or not axes:
             given = ", ".join(f"{a}={n!r}" for a, n in axes.items()) or "no axis"
             raise ValueError(f"a mesh needs axes with sizes of at least 1, such as Mesh(dp=2, tp=4); got {given}")
+        if TIME in axes:
+            raise ValueError(f"the axis {TIME!r} stands for micro-batches: pass micro_batches={axes[TIME]!r} instead")
         unknown = set(links or {}) - set(axes)
         if unknown:
             raise ValueError(f"links name {sorted(unknown)}, but the mesh has the axes {sorted(axes)}")
@@ -148,6 +154,33 @@ class Mesh:
             links |= dict.fromkeys(parts, self.link[name])
         made = Mesh.__new__(Mesh)
         made._set(tuple(axes.items()), self.device, tuple(links.items()))
+        return made
+
+    def in_time(self, micro_batches: int) -> Mesh:
+        """This mesh and, outermost, an axis of micro-batches. Rank r at micro-batch i is rank i * world_size + r of it.
+
+        What moves between micro-batches moves in the device's own memory.
+        """
+        memory = Link("memory", self.device.memory_bandwidth * self.device.memory_share, 0.0)
+        made = Mesh.__new__(Mesh)
+        made._set(((TIME, micro_batches), *self.axes), self.device, ((TIME, memory), *self.links))
+        return made
+
+    def timeline(self, micro_batches: int) -> Mesh:
+        """The axis of micro-batches alone."""
+        timed, made = self.in_time(micro_batches), Mesh.__new__(Mesh)
+        made._set(timed.axes[:1], self.device, timed.links[:1])
+        return made
+
+    @cached_property
+    def space(self) -> Mesh:
+        """This mesh without its axis in time."""
+        if TIME not in self.sizes:
+            return self
+        made = Mesh.__new__(Mesh)
+        made._set(
+            tuple(x for x in self.axes if x[0] != TIME), self.device, tuple(x for x in self.links if x[0] != TIME)
+        )
         return made
 
     @cached_property

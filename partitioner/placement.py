@@ -76,7 +76,7 @@ class _Calls:
     """The splits and layouts of calls, by shape and choices."""
 
     def __init__(self, factored: Factored, plan: Plan):
-        self.factored, self.mesh = factored, plan.mesh
+        self.factored, self.mesh = factored, plan.grid
         self._known: dict[Any, _Known] = {}
         self._layouts: dict[Layout, Layout] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .errors import PlanError
@@ -19,6 +20,8 @@ from .strategies import Choice
 if TYPE_CHECKING:
     from .facts import Facts
     from .reasons import Reasons
+    from .schedule import Schedule
+    from .stages import Stages
     from .traffic import Traffic
 
 
@@ -44,7 +47,9 @@ class Plan:
         zero: 0 | 1 | 2 | 3, the ZeRO stage that `resting` stands for.
         again: tensors whose copies in another layout are not kept for backward but made again there.
         decomposed: calls replaced by simpler ops so that a factor could be split.
-        schedule, stages, micro_batches: the pipeline part; one stage, run once.
+        micro_batches: parts of the batch that a step goes through one after another.
+        stages: where forward is cut, and which stage every call belongs to; None without a pipeline.
+        schedule: what each stage does in which order; None without a pipeline, or with one micro-batch.
         seconds: predicted seconds of compute and of communication in one step.
         notes: what is less parallel than asked, or costs more than one would think.
         decisions: per call and axis the `Decision`, worked out when asked for; None for a plan that was given.
@@ -59,9 +64,9 @@ class Plan:
     zero: int = 0
     again: frozenset[str] = frozenset()
     decomposed: tuple[str, ...] = ()
-    schedule: str = "none"
-    stages: int = 1
     micro_batches: int = 1
+    stages: Stages | None = None
+    schedule: Schedule | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
     notes: tuple[str, ...] = ()
     decisions: Reasons | None = field(default=None, repr=False, compare=False)
@@ -71,6 +76,11 @@ class Plan:
 
     def __str__(self) -> str:
         return self.summary()
+
+    @property
+    def grid(self) -> Mesh:
+        """The mesh, and micro-batches as one more axis of it, in time."""
+        return self.mesh if self.micro_batches == 1 else _in_time(self.mesh, self.micro_batches)
 
     @property
     def traffic(self) -> Traffic:
@@ -104,6 +114,7 @@ class Plan:
         body: dict[str, Any] = {
             "mesh": dict(self.mesh.axes),
             "zero": self.zero,
+            "micro_batches": self.micro_batches,
             "resting": {name: layout_to_list(layout) for name, layout in sorted(self.resting.items())},
             "choices": {name: {a: _choice_text(c) for a, c in by.items()} for name, by in self.choices.items()},
             "again": sorted(self.again),
@@ -135,6 +146,7 @@ class Plan:
                 {name: {a: _choice_of(c) for a, c in by.items()} for name, by in body["choices"].items()},
                 {name: layout_from_list(rows) for name, rows in body["resting"].items()},
                 zero=body["zero"],
+                micro_batches=int(body["micro_batches"]),
                 again=frozenset(body["again"]),
                 decomposed=tuple(body["decomposed"]),
                 notes=tuple(body["notes"]),
@@ -142,6 +154,11 @@ class Plan:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as fault:
             what = f"{type(fault).__name__}: {fault}"
             raise PlanError(f"this saved plan is damaged ({what}); plan again and save plan.to_text()") from fault
+
+
+@lru_cache(maxsize=64)
+def _in_time(mesh: Mesh, micro_batches: int) -> Mesh:
+    return mesh.in_time(micro_batches)
 
 
 def _rows(value: Any) -> str:

@@ -55,6 +55,7 @@ class Options:
     memory: int | None = None
     pin: dict[str, str] = field(default_factory=dict)
     resting: Mapping[str, Layout] | None = None
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None 
     Raises:
         PlanError: what was asked cannot be had; the message names the facts in conflict.
     """
-    factored = factor_graph(graph, options.resting)
+    factored = graph.factored or factor_graph(graph, options.resting)
     check_pins(graph, factored, options.pin, mesh)
     first = decided(Case(graph, factored, pinned_calls(graph, options.pin)), mesh, options, decide)
     if decide is not None:
@@ -179,7 +180,7 @@ def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Grap
     draft = Draft(Case(graph, factor_graph(graph, plan.resting), {}, plan.decomposed), mesh, options)
     draft.taken = {n: dict(plan.choices[n.name]) for n in graph.calls()}
     draft.params, draft.zero, draft.again = dict(plan.resting), plan.zero, plan.again
-    draft.notes += _batch_notes(graph, mesh)
+    draft.notes += _batch_notes(graph, mesh, plan.micro_batches)
     return _made(draft, math.inf)
 
 
@@ -192,7 +193,7 @@ def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
 def decided(case: Case, mesh: Mesh, options: Options, decide: Decide | None = None) -> Draft:
     """A draft of a program as it stands: calls whose choice asks for simpler ops are not yet written out."""
     draft = Draft(case, mesh, options)
-    draft.notes += _batch_notes(case.graph, mesh)
+    draft.notes += _batch_notes(case.graph, mesh, options.micro_batches)
     stage = stage_asked(case.graph, mesh, options)
     tables = _tables(draft, decide is not None, stage)
     if decide is None:
@@ -212,7 +213,7 @@ def _tables(draft: Draft, every: bool, stage: int | str) -> Tables:
     """The problem: one variable per group, or (`every`) per call, and one per parameter."""
     graph, factored, options, pins = draft.graph, draft.factored, draft.options, draft.case.pins
     prices = Prices(draft.mesh)
-    marked = marked_atoms(graph, factored)
+    marked = marked_atoms(graph, factored, options.micro_batches)
     tables = Tables(graph, factored, prices, again=stage == 3)
     builder = Builder(graph, factored, prices, marked, {}, pins, grouped=not every, writes=draft.case.writes)
     for group in single(graph.calls()) if every else contract(graph, factored, frozenset(pins)):
@@ -250,7 +251,7 @@ def _take(draft: Draft, tables: Tables, values: list[int]) -> None:
     draft.notes += _notes_of_unused(draft, names)
 
 
-def _batch_notes(graph: Graph, mesh: Mesh) -> list[str]:
+def _batch_notes(graph: Graph, mesh: Mesh, micro_batches: int) -> list[str]:
     """A batch too small for its data axes: every rank computes all of it."""
     axes = [a for a in mesh.names if mesh.role(a) == "data" and mesh.sizes[a] > 1]
     notes = []
@@ -259,12 +260,13 @@ def _batch_notes(graph: Graph, mesh: Mesh) -> list[str]:
         if at is None or not axes:
             continue
         n = node.meta["val"].shape[at]
-        if isinstance(n, int) and not never_empty(n, tuple(mesh.sizes[a] for a in axes)):
+        if isinstance(n, int) and not never_empty(n, (micro_batches, *(mesh.sizes[a] for a in axes))):
             names = ", ".join(f"{a}={mesh.sizes[a]}" for a in axes)
+            names += f", each of micro_batches={micro_batches}" if micro_batches > 1 else ""
             name = graph.input_names[int(role.name)] or "the first input"
             notes.append(
                 f"batch {n} of {name} cannot be split over {names}: some data ranks do the same work. A batch of at "
-                f"least {math.prod(mesh.sizes[a] for a in axes)} uses them all; batch_dims= names the batch dim"
+                f"least {micro_batches * math.prod(mesh.sizes[a] for a in axes)} uses them all; batch_dims= names the batch dim"
             )
     return notes
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .collective import Step
 from .graph import Graph
 from .layout import Layout
 from .mesh import Mesh
@@ -31,6 +32,56 @@ def primitive(x: Any, step: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Collect:
+    """Something put together over micro-batches: the value `whole` from each one's `part`, by `step`."""
+
+    part: str
+    whole: str
+    step: Step
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a program that runs at one go: once, or once for every micro-batch.
+
+    Attributes:
+        name: for messages and dumps, such as "phase 1".
+        graph: its mesh-wide graph; its placeholders are `reads`, its outputs `gives`.
+        timed: whether it runs for every micro-batch.
+        reads, gives: names of values, as in the whole program.
+        collects: what is put together of what it gives.
+        rank_graph: its graph on a rank of the grid (`Plan.grid`): at a micro-batch, where it is timed.
+    """
+
+    name: str
+    graph: Graph
+    timed: bool
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+    collects: tuple[Collect, ...]
+    rank_graph: Callable[[int], fx.Graph]
+
+
+@dataclass(frozen=True)
+class Act:
+    """One thing that a rank does, for a micro-batch (None: for all, once).
+
+    Attributes:
+        kind: "run" a segment, "send" values to a rank of the pipeline axis, "receive" them from one, or "pause" an
+            "autograd" program between forward and backward.
+        segment: its number.
+        values: names of what is sent.
+        peer: the index on the pipeline axis of the other end.
+    """
+
+    kind: str = "run"
+    segment: int = -1
+    micro_batch: int | None = None
+    values: tuple[str, ...] = ()
+    peer: int = -1
+
+
+@dataclass(frozen=True)
 class Program:
     """A lowered program.
 
@@ -45,7 +96,9 @@ class Program:
         tangents: of those outputs, the indices that backward wants a gradient of, in order.
         rank_graph: the graph of one rank.
         dumps: makes the text of the program after each pass, by the pass' name.
-        actions: per rank what the schedule walks; one forward and backward until there are stages.
+        segments: what the ranks run in the place of one graph where there are micro-batches; () where there are none.
+        acts: per rank what it does, in order, where there are segments.
+        timed: names of the values that differ from micro-batch to micro-batch.
     """
 
     plan: Plan
@@ -59,7 +112,9 @@ class Program:
     paused: tuple[int, ...] = ()
     tangents: tuple[int, ...] = ()
     dumps: Callable[[], Mapping[str, str]] = field(default=dict, repr=False)
-    actions: tuple[tuple[str, ...], ...] = (("F0", "B0"),)
+    segments: tuple[Segment, ...] = ()
+    acts: Callable[[int], tuple[Act, ...]] = field(default=lambda rank: (), repr=False)
+    timed: frozenset[str] = frozenset()
 
     @property
     def mesh(self) -> Mesh:

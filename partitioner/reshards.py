@@ -89,6 +89,11 @@ def views_made_again(graph: Graph, plan: Plan) -> list[fx.Node]:
     return _by_phase(graph, plan)[1]
 
 
+def made_again(graph: Graph, plan: Plan) -> set[fx.Node]:
+    """What is not kept in another layout but made again for every use, with its views made in forward."""
+    return set(_by_phase(graph, plan)[0])
+
+
 def _by_phase(graph: Graph, plan: Plan) -> tuple[set[fx.Node], list[fx.Node]]:
     """What is made again, with its views made in forward; and of the views those that backward reads."""
     params = {n for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param" and plan.zero == 3}

@@ -81,14 +81,20 @@ def never_empty(size: int, ranks: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Marked:
-    """Atoms with a part to play: the batch, the sequence, stacked experts, dims of weights."""
+    """Atoms with a part to play: the batch, the sequence, stacked experts; and into how many micro-batches it is cut."""
 
     batch: frozenset[int]
     sequence: frozenset[int]
     experts: frozenset[int]
+    micro_batches: int = 1
+
+    def least(self, size: int, atom: int) -> int:
+        """Of a factor's size what the smallest micro-batch has: ranks divide that."""
+        m = self.micro_batches
+        return piece(size, ((m, m - 1),))[1] if m > 1 and atom in self.batch else size
 
 
-def marked_atoms(graph: Graph, factored: Factored) -> Marked:
+def marked_atoms(graph: Graph, factored: Factored, micro_batches: int = 1) -> Marked:
     """Find the atoms roles speak of, from the program's inputs and parameters.
 
     batch: of each input its batch dim. sequence: the dim after it (the height of an image), unless that is the only
@@ -107,7 +113,7 @@ def marked_atoms(graph: Graph, factored: Factored) -> Marked:
         if role.kind == "param" and val.dim() >= 3 and _is_stacked(node):
             experts |= set(dims[0])
     sequence |= _through_windows(graph, factored, sequence)
-    return Marked(frozenset(batch), frozenset(sequence - batch), frozenset(experts - batch))
+    return Marked(frozenset(batch), frozenset(sequence - batch), frozenset(experts - batch), micro_batches)
 
 
 def _through_windows(graph: Graph, factored: Factored, atoms: set[int]) -> set[int]:
@@ -171,7 +177,7 @@ class Choices:
         shape, atoms = self.factored.shapes[node], self.factored.atoms[node]
         if self.factored.calls[node].depends_on_data:
             return [None]
-        legal = [leaf for leaf in atoms if self.may_split(shape, leaf)]
+        legal = [leaf for leaf, atom in atoms.items() if self.may_split(shape, leaf, atom)]
         # partial first: of equal plans, the one that reduces late reduces less
         partial: list[Choice] = [*range(len(shape.rule.linear))]
         wanted = {"data": self.marked.batch, "context": self.marked.sequence, "expert": self.marked.experts}
@@ -201,7 +207,7 @@ class Choices:
                 return True
         return False
 
-    def may_split(self, shape: Shape, leaf: Leaf) -> bool:
+    def may_split(self, shape: Shape, leaf: Leaf, atom: int) -> bool:
         """Whether a call can be split there, whatever its role on the axis."""
         name, index = leaf
         rule = shape.rule
@@ -209,7 +215,7 @@ class Choices:
             return False
         if not any(_spot(d, leaf) for d in (*shape.inputs, *(o for o in shape.outputs if o))):
             return False
-        return never_empty(shape.leaves[name][index], (self.ranks,))
+        return never_empty(self.marked.least(shape.leaves[name][index], atom), (self.ranks,))
 
     def _splits_weight(self, node: fx.Node, shape: Shape, leaf: Leaf) -> bool:
         if shape.rule.flops < HEAVY:

@@ -18,24 +18,26 @@ from typing import Any
 
 import torch.fx as fx
 
-from .collective import Step, path, seconds, wire_bytes
+from .collective import Step, seconds, wire_bytes
 from .factors import Factored
 from .graph import Graph
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import TIME, Mesh
 from .moves import LOCAL_KINDS
 from .placement import Placement, place
 from .plan import Plan
 from .reshards import Reshard, reshards
+from .through_time import times, way
 
 
 @dataclass(frozen=True)
 class Way:
-    """The steps of a reshard; per step the bytes that one rank sends, and seconds."""
+    """The steps of a reshard; per step the bytes that one rank sends, seconds, and how often it is done."""
 
     steps: tuple[Step, ...]
     sent: tuple[float, ...]
     seconds: tuple[float, ...]
+    times: tuple[int, ...]
 
     @property
     def total(self) -> float:
@@ -94,46 +96,54 @@ def traffic_of(graph: Graph, factored: Factored, plan: Plan) -> tuple[Moved, ...
 
 def moves_of(graph: Graph, placed: Placement, plan: Plan) -> tuple[Moved, ...]:
     """`traffic_of`, of a placement that is known."""
-    names, ways = _names(graph), _Ways(plan.mesh)
+    names, ways = _names(graph), _Ways(plan.grid, plan.zero >= 2)
     return tuple(_moved(one, graph, names, ways) for one in reshards(graph, placed, plan))
 
 
 def totals(moves: Iterable[Moved]) -> Traffic:
     """The collectives of reshards, counted; steps that send nothing are left out. Sorted by axes and kind."""
     found: dict[tuple[tuple[str, ...], str], list[float]] = {}
-    for step, sent, took in steps_of(moves):
-        if step.kind not in LOCAL_KINDS:
+    for step, often, sent, took in steps_of(moves):
+        if not is_local(step):
             total = found.setdefault((step.axes, step.kind), [0, 0.0, 0.0])
-            total[0] += 1
+            total[0] += often
             total[1] += sent
             total[2] += took
     return {key: Total(int(n), sent, took) for key, (n, sent, took) in sorted(found.items())}
 
 
-def steps_of(moves: Iterable[Moved]) -> Iterator[tuple[Step, float, float]]:
-    """(step, bytes that one rank sends, seconds), one after another."""
-    return itertools.chain.from_iterable(zip(m.way.steps, m.way.sent, m.way.seconds, strict=True) for m in moves)
+def steps_of(moves: Iterable[Moved]) -> Iterator[tuple[Step, int, float, float]]:
+    """(step, how often, bytes that one rank sends, seconds of all times), one after another."""
+    ways = (m.way for m in moves)
+    return itertools.chain.from_iterable(zip(w.steps, w.times, w.sent, w.seconds, strict=True) for w in ways)
+
+
+def is_local(step: Step) -> bool:
+    """Whether a step sends nothing: ranks keep it to themselves, or it goes from one micro-batch to the next."""
+    return step.kind in LOCAL_KINDS or step.axes == (TIME,)
 
 
 def local_seconds(moves: Iterable[Moved]) -> float:
     """Seconds of the steps that send nothing: copies."""
-    return sum(took for step, _, took in steps_of(moves) if step.kind in LOCAL_KINDS)
+    return sum(took for step, _, _, took in steps_of(moves) if is_local(step))
 
 
 class _Ways:
     """The ways between layouts. Equal layouts are one object (`placement`), which spares hashing them."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, early: bool):
+        self.mesh, self.early = mesh, early
         self._known: dict[tuple[int, int, int], Way] = {}
 
     def of(self, before: Layout, after: Layout, itemsize: int) -> Way:
         key = (id(before), id(after), itemsize)
         found = self._known.get(key)
         if found is None:
-            steps = path(before, after, self.mesh, itemsize)
-            sent = tuple(wire_bytes(s, self.mesh, itemsize) for s in steps)
-            found = self._known[key] = Way(steps, sent, tuple(seconds(s, self.mesh, itemsize) for s in steps))
+            steps = way(before, after, self.mesh, itemsize, self.early)
+            often = [times(s, self.mesh) for s in steps]
+            sent = tuple(n * wire_bytes(s, self.mesh, itemsize) for n, s in zip(often, steps, strict=True))
+            took = tuple(n * seconds(s, self.mesh, itemsize) for n, s in zip(often, steps, strict=True))
+            found = self._known[key] = Way(steps, sent, took, tuple(often))
         return found
 
 

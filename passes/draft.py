@@ -37,7 +37,8 @@ class Draft:
 
     @property
     def mesh(self) -> Mesh:
-        return self.plan.mesh
+        """With micro-batches as an axis in time; its ranks are those of every micro-batch."""
+        return self.plan.grid
 
     @property
     def splits(self) -> dict[fx.Node, Split]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from ..partitioner.collective import path
 from ..partitioner.program import primitive, reshard
+from ..partitioner.through_time import way
 from .draft import Draft
 
 
@@ -27,7 +27,8 @@ def _expand(draft: Draft, node: fx.Node) -> None:
     value, before, after = node.args
     assert isinstance(value, fx.Node)
     here = value
-    for step in path(before, after, draft.mesh, node.meta["val"].element_size()):  # type: ignore[arg-type]
+    size = node.meta["val"].element_size()
+    for step in way(before, after, draft.mesh, size, early=draft.plan.zero >= 2):  # type: ignore[arg-type]
         with draft.graph.fx.inserting_before(node):
             new = draft.graph.fx.call_function(primitive, (here, step))  # type: ignore[arg-type]
         new.meta = dict(node.meta)

@@ -3,6 +3,7 @@
     insert_reshards   every operand gets the layout its call needs             (layouts-agree)
     expand_reshards   each reshard becomes its primitives                      (primitives-chain)
     insert_pause      outputs leave between forward and backward, if asked     (backward-after-pause)
+    segments          with micro-batches: a graph for every phase              (segments-chain)
     start_early       collectives start early, wait late, small ones together  (one-wait)
 
 then, a rank at a time and only when asked for, `localize.rank_graph`          (local-shapes)
@@ -10,15 +11,18 @@ then, a rank at a time and only when asked for, `localize.rank_graph`          (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.fx as fx
 
 from ..partitioner.collection import no_collection
-from ..partitioner.graph import Graph
+from ..partitioner.graph import Graph, as_key
+from ..partitioner.mesh import Mesh
 from ..partitioner.plan import Plan
-from ..partitioner.program import Program
+from ..partitioner.program import Program, Segment
 from . import dump, laws
 from .draft import Draft, start
 from .expand import expand_reshards
@@ -26,9 +30,11 @@ from .localize import on_device, rank_graph
 from .overlap import start_early
 from .pause import insert_pause, paused_outputs
 from .reshard import insert_reshards
+from .segments import Part, Segmented, segments
 
 CPU = torch.device("cpu")
-PASSES = (insert_reshards, expand_reshards, insert_pause, start_early)
+WHOLE = (insert_reshards, expand_reshards, insert_pause)
+PASSES = (*WHOLE, start_early)
 
 
 @no_collection()
@@ -47,39 +53,81 @@ def lower(
     """
     captured = graph.copy()
     draft = start(graph, plan, form, local_inputs)
-    for run in PASSES:
+    for run in WHOLE:
         draft = run(draft)
         laws.check(draft, run.__name__)
-    return _program(captured, draft, device)
+    if not needs_segments(plan):
+        laws.check(start_early(draft), start_early.__name__)
+        return _program(captured, draft, Segmented(), device)
+    cut = segments(draft)
+    laws.check_segments(draft, cut)
+    for part in cut.parts:
+        laws.check(start_early(part.draft), start_early.__name__)
+    return _program(captured, draft, cut, device)
+
+
+def needs_segments(plan: Plan) -> bool:
+    return plan.micro_batches > 1 or plan.stages is not None
 
 
 def dumps(captured: Graph, plan: Plan, form: str) -> dict[str, str]:
     """The program's text as captured and after each pass, by running them again on a copy."""
     draft = start(captured.copy(), plan, form, False)
     out = {"0_captured": dump.text(draft)}
-    for i, run in enumerate(PASSES, 1):
+    for i, run in enumerate(WHOLE, 1):
         draft = run(draft)
         out[f"{i}_{run.__name__}"] = dump.text(draft)
+    at = len(PASSES)
+    if not needs_segments(plan):
+        return out | {f"{at}_start_early": dump.text(start_early(draft))}
+    for part in segments(draft).parts:
+        out[f"{at}_{part.name.replace(' ', '_')}"] = dump.text(start_early(part.draft))
     return out
 
 
-def _program(captured: Graph, draft: Draft, device: torch.device) -> Program:
-    @cache
-    def of_rank(rank: int) -> fx.Graph:
-        made = rank_graph(draft, rank)
-        laws.check_local_shapes(draft, made, rank)
-        return on_device(made, device)
-
+def _program(captured: Graph, draft: Draft, cut: Segmented, device: torch.device) -> Program:
+    layouts = {n.name: layout for n, layout in draft.layouts.items()}
+    for part in cut.parts:
+        layouts |= {n.name: layout for n, layout in part.draft.layouts.items()}
+    acts, mesh = tuple(map(tuple, cut.acts)), draft.plan.mesh
     return Program(
         draft.plan,
         captured,
         draft.graph,
         draft.form,
-        {n.name: layout for n, layout in draft.layouts.items()},
+        layouts,
         tuple(draft.layouts.get(n) for n in draft.graph.placeholders),
         tuple(draft.layouts.get(v) if v is not None else None for v in draft.graph.output_values),
-        of_rank,
+        _by_rank(draft, device),
         paused_outputs(draft.graph.outputs) if draft.form == "autograd" else (),
         tuple(int(r.name) for r in draft.graph.inputs if r.kind == "tangent"),
         lambda: dumps(captured, draft.plan, draft.form),
+        tuple(_segment(part, device) for part in cut.parts),
+        lambda rank: acts[_stage_index(mesh, rank)],
+        cut.timed,
     )
+
+
+def _stage_index(mesh: Mesh, rank: int) -> int:
+    """Where a rank stands on the pipeline axis."""
+    return next((i for a, i in mesh.coord(rank).items() if mesh.role(a) == "pipeline"), 0)
+
+
+def _segment(part: Part, device: torch.device) -> Segment:
+    of_rank = _by_rank(part.draft, device)
+    return Segment(part.name, part.draft.graph, part.timed, part.reads, part.gives, part.collects, of_rank)
+
+
+def _by_rank(draft: Draft, device: torch.device) -> Callable[[int], fx.Graph]:
+    checked: set[Any] = set()
+
+    @cache
+    def of_rank(rank: int) -> fx.Graph:
+        made = rank_graph(draft, rank)
+        key = as_key(made)
+        if key not in checked:  # many micro-batches have one graph
+            checked.add(key)
+            laws.check_local_shapes(draft, made, rank)
+        return on_device(made, device)
+
+    return of_rank

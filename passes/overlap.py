@@ -128,6 +128,7 @@ def _split_phase(draft: Draft, bucket: list[fx.Node], order: _Order) -> None:
             draft.layouts[value] = draft.layouts.pop(node)
             node.replace_all_uses_with(value)
             graph.erase_node(node)
+            value.name = node.name  # other segments know it by this name
     place[ended] = place[reader] - 0.5
 
 
@@ -146,8 +147,8 @@ def _prefetch(draft: Draft) -> None:
 
 def _first_backward(draft: Draft) -> fx.Node:
     """Where backward begins: what is gathered again for it must not stand gathered through the forward."""
-    nodes = draft.graph.fx.nodes
-    return next(n for n in nodes if n.target is pause or (n.meta.get("backward") and n.target is not start))
+    calls = (n for n in draft.graph.fx.nodes if n.op == "call_function")
+    return next(n for n in calls if n.target is pause or (n.meta.get("backward") and n.target is not start))
 
 
 def _let_overwrite(draft: Draft) -> None:

@@ -20,7 +20,7 @@ HANDED_OUT = ("output", "new_buffer", "new_input")
 
 
 def insert_pause(draft: Draft) -> Draft:
-    if draft.form != "autograd":
+    if draft.form != "autograd" or draft.plan.stages is not None:  # stages pause between segments
         return draft
     graph, roles = draft.graph.fx, draft.graph.outputs
     values = draft.graph.output_values

@@ -44,10 +44,6 @@ def check_target(loss: Callable | None, target: Any) -> None:
 def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"model must be a torch.nn.Module, not {type(model).__name__}; put a function in a module's forward"
-    stages = [a for a in mesh.names if mesh.role(a) == "pipeline" and mesh.sizes[a] > 1]
-    if stages:
-        size = mesh.sizes[stages[0]]
-        yield f"axis {stages[0]}={size}: pipeline stages are not built yet; use dp, tp, cp or ep instead"
     loss = given["loss"]
     if callable(loss) and not (takes(loss, 1) or takes(loss, 2)):
         yield "loss= must take (output) or (output, target); give its other arguments defaults or bind them by a lambda"
@@ -59,6 +55,9 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
         )
     if isinstance(given["zero"], bool) or given["zero"] not in (0, 1, 2, 3, "auto"):
         yield f"zero={given['zero']!r}: the ZeRO stage is 0, 1, 2, 3 or 'auto'"
+    parts = given["micro_batches"]
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        yield f"micro_batches={parts!r}: give a whole number of at least 1"
     yield from _clip(given["clip_grad_norm"])
     memory = given["memory"]
     if memory is not None and not (_is_number(memory) and memory > 0):

@@ -1,6 +1,8 @@
 """How a rank's program talks: it is a generator that yields requests and is sent the answers.
 
     handle = yield Start(transfers, tensors)     begins collectives, goes on at once
+    yield Post(rank, tensors)                    sends to one rank, goes on at once
+    handle = yield Expect(rank, kinds)           begins to receive from one rank what its next `Post` sends
     results = yield Wait(handle)                 the list of results, which is the program's own
     sent = yield Pause(value)                    stops until the caller resumes the program with a value
 
@@ -42,9 +44,42 @@ class Start:
 
 @dataclass(slots=True)
 class Wait:
-    """Wait for the results of a `Start`, once; the answer is a list."""
+    """Wait for the results of a `Start` or an `Expect`, once; the answer is a list."""
 
     handle: Any
+
+
+@dataclass(slots=True)
+class Post:
+    """Send tensors to a rank; its n-th `Expect` of this one gets the n-th. They may be written to afterwards."""
+
+    to: int
+    tensors: tuple[torch.Tensor, ...]
+    where: str = ""
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{_short(x.dtype)}[{', '.join(map(str, x.shape))}]" for x in self.tensors)
+        return f"send of {what} to rank {self.to}" + (f" at {self.where}" if self.where else "")
+
+    @property
+    def kinds(self) -> Kinds:
+        return tuple((tuple(x.shape), x.dtype) for x in self.tensors)
+
+
+@dataclass(slots=True)
+class Expect:
+    """Receive from a rank tensors of these (shape, dtype); the answer is a handle to wait for, once."""
+
+    source: int
+    kinds: Kinds
+    where: str = ""
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{_short(dtype)}[{', '.join(map(str, shape))}]" for shape, dtype in self.kinds)
+        return f"receive of {what} from rank {self.source}" + (f" at {self.where}" if self.where else "")
+
+
+Kinds = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 @dataclass(slots=True)
@@ -54,7 +89,7 @@ class Pause:
     value: Any
 
 
-Program = Generator[Start | Wait | Pause, Any, Any]
+Program = Generator[Start | Wait | Post | Expect | Pause, Any, Any]
 Counts = dict[str, tuple[int, int]]
 """kind -> (calls, payload bytes sent)."""
 
@@ -130,6 +165,12 @@ def add_counts(counts: Counts, start: Start, index: int, ranks: int) -> None:
     for t, x in zip(start.transfers, start.tensors, strict=True):
         nbytes += sent_bytes(t, index, ranks, x.element_size())
     counts[kind] = (calls + 1, nbytes)
+
+
+def count_sent(counts: Counts, post: Post) -> None:
+    """Count one message between two ranks."""
+    calls, nbytes = counts.get("send", (0, 0))
+    counts["send"] = (calls + 1, nbytes + sum(x.numel() * x.element_size() for x in post.tensors))
 
 
 def seen(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ..partitioner.explain import explain
 from ..partitioner.mesh import Mesh
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
+from ..partitioner.stages import Stages
 from .agree import check_agreement
 from .autograd import Suspended, Through
 from .comm import Comm
@@ -45,6 +46,7 @@ class Request:
     resting: Any = None
     mesh: Mesh | None = None
     zero: int | None = None
+    stages: Any = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Compiled:
         self.model, self.mesh, self.device, self.settings = model, mesh, device, settings
         self._comm: Comm | None = None
         self._zero: int | None = None
+        self._stages: Stages | None = None
         self.optimizer = Optimizers(settings.optimizer) if settings.optimizer else None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
@@ -125,9 +128,8 @@ class Compiled:
         return self.steps - 1
 
     def _zero_grad(self) -> None:
-        for shards in self._have_state().params.values():
-            for p in shards:
-                p.grad = None
+        for _, p in self._have_state().shards():
+            p.grad = None
 
     def trace(self, *args: Any, target: Any = None, **kwargs: Any) -> Program:
         """Capture, plan and lower a `step` call without running it."""
@@ -154,12 +156,15 @@ class Compiled:
         if len(self._runners) >= PROGRAMS:
             self._runners.pop(next(iter(self._runners)))
         if self._state:
-            request = replace(request, resting=self._state.layouts, mesh=self.mesh, zero=self._zero)
+            request = replace(
+                request, resting=self._state.layouts, mesh=self.mesh, zero=self._zero, stages=self._stages
+            )
         program = self.settings.build(request)
         if self._state is None:
             self._comm = self._comm if program.mesh == self.mesh else None
-            self.mesh, self._zero = program.mesh, program.plan.zero
-            self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device)
+            self.mesh, self._zero, self._stages = program.mesh, program.plan.zero, program.plan.stages
+            homes = program.plan.stages.homes if program.plan.stages else None
+            self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device, homes)
             if self.optimizer:
                 self.optimizer.attach(self._state)
         check_agreement(program, self.comm, self.device)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ..partitioner.mesh import Mesh
-from .comm import Counts, Pause, Program, Start, Wait, add_counts, check
+from .comm import Counts, Expect, Pause, Post, Program, Start, Wait, add_counts, check, count_sent
 from .faults import MeshwrightError, MismatchError, PeerError, RankError
-from .wire import Group, Pending, begin
+from .wire import Group, Pending, begin, receive, send
 
 _ALL_SETS = 3
 """Meshes with at most this many axes of more than one rank get a process group for every set of them."""
@@ -66,6 +66,7 @@ class DistributedComm:
         self.sent: dict[int, Counts] = {self.rank: {}}
         self._process_groups: dict[tuple[int, ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._sending: list[tuple[Pending, str, int]] = []
         self.prepare(_first_sets(mesh))
 
     @property
@@ -121,16 +122,21 @@ class DistributedComm:
                 try:
                     request = program.send(answer)
                 except StopIteration as stop:
+                    self._sent_all()
                     return False, stop.value
                 answer = None
                 if isinstance(request, Start):
                     answer = self.start(request)
                 elif isinstance(request, Wait):
                     answer = self.wait(request.handle)
+                elif isinstance(request, Post):
+                    self.post(request)
+                elif isinstance(request, Expect):
+                    answer = self.expect(request)
                 elif isinstance(request, Pause):
                     return True, request.value
                 else:
-                    raise TypeError(f"a program yields Start, Wait or Pause; got {request!r}")
+                    raise TypeError(f"a program yields Start, Wait, Post, Expect or Pause; got {request!r}")
                 del request
         except RankError as error:
             self.close()
@@ -167,6 +173,31 @@ class DistributedComm:
             return list(pending.results())
         except RuntimeError as error:
             raise PeerError(self._failed(handle.text, pending.group.ranks, error)) from error
+
+    def post(self, request: Post) -> None:
+        """Begin to send; what is under way is kept until it has gone."""
+        count_sent(self.sent[self.rank], request)
+        try:
+            self._sending = [s for s in self._sending if not s[0].done]
+            self._sending.append((send(request), str(request), request.to))
+        except RuntimeError as error:
+            raise PeerError(self._failed(str(request), (request.to,), error)) from error
+
+    def expect(self, request: Expect) -> _Handle:
+        """Begin to receive."""
+        text = str(request)
+        try:
+            return _Handle(receive(request, self.rank, self.backend == "nccl"), text)
+        except RuntimeError as error:
+            raise PeerError(self._failed(text, (request.source,), error)) from error
+
+    def _sent_all(self) -> None:
+        sending, self._sending = self._sending, []
+        for pending, text, to in sending:
+            try:
+                pending.results()
+            except RuntimeError as error:
+                raise PeerError(self._failed(text, (to,), error)) from error
 
     def _failed(self, text: str, ranks: tuple[int, ...], error: BaseException) -> str:
         others = ", ".join(str(r) for r in ranks if r != self.rank)

@@ -15,17 +15,36 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..partitioner.mesh import Mesh
-from .comm import Counts, Pause, Program, Start, Wait, add_counts, check, cut, join, reduce_parts, seen, signature
+from .comm import (
+    Counts,
+    Expect,
+    Pause,
+    Post,
+    Program,
+    Start,
+    Wait,
+    add_counts,
+    check,
+    count_sent,
+    cut,
+    join,
+    reduce_parts,
+    seen,
+    signature,
+)  # fmt: skip
 from .faults import DeadlockError, MeshwrightError, MismatchError, RankError
 
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """One collective of one group. `starts` and then `results` are by index in the group."""
+    """One collective of one group, or a message from the first of two ranks to the second.
+
+    `starts` and then `results` are by index in the group.
+    """
 
     number: int
     group: tuple[int, ...]
-    starts: list[Start | None]
+    starts: list[Start | Post | Expect | None]
     missing: int
     results: list[tuple[torch.Tensor, ...] | None] | None = None
 
@@ -174,10 +193,13 @@ class InProcessComm:
                 rank.state, rank.waits = "waiting", request.handle
             else:
                 rank.send = _take(request.handle, rank.number)
+        elif isinstance(request, (Post, Expect)):
+            rank.send = self._message(request, rank.number, session)
         elif isinstance(request, Pause):
             rank.state, rank.value = "paused", request.value
         else:
-            raise RankError(rank.number, TypeError(f"a program yields Start, Wait or Pause; got {request!r}"))
+            what = f"a program yields Start, Wait, Post, Expect or Pause; got {request!r}"
+            raise RankError(rank.number, TypeError(what))
 
     def _start(self, start: Start, rank: int, session: _Session) -> _Handle:
         try:
@@ -199,6 +221,31 @@ class InProcessComm:
             del session.open[axes, group, number]
             _complete(meeting)
         return _Handle(meeting, index)
+
+    def _message(self, request: Post | Expect, rank: int, session: _Session) -> _Handle | None:
+        """One end of a message; what is sent is copied, for the sender may write to it."""
+        sends = isinstance(request, Post)
+        pair = (rank, request.to) if sends else (request.source, rank)
+        kind = ("send",) if sends else ("receive",)
+        number = session.posted.get((pair[0] * len(self.ranks) + pair[1], kind), 0)
+        session.posted[pair[0] * len(self.ranks) + pair[1], kind] = number + 1
+        key = (("message",), pair, number)
+        meeting = session.open.get(key)
+        if meeting is None:
+            meeting = session.open[key] = _Meeting(number, pair, [None, None], 2)
+        meeting.starts[0 if sends else 1] = request
+        meeting.missing -= 1
+        if sends:
+            count_sent(self.sent[rank], request)
+            meeting.results = [None, tuple(_copy(x) for x in request.tensors)]
+            request.tensors = tuple(x.detach().to("meta") for x in request.tensors)
+        if not meeting.missing:
+            del session.open[key]
+            post, expect = meeting.starts
+            assert isinstance(post, Post) and isinstance(expect, Expect)
+            if post.kinds != expect.kinds:
+                raise MismatchError(f"message {number} from rank {pair[0]} to rank {pair[1]}: {post}, but {expect}")
+        return None if sends else _Handle(meeting, 1)
 
     def _group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         group = self._groups.get((rank, axes))
@@ -225,7 +272,7 @@ def _close(session: _Session) -> None:
 
 def _complete(meeting: _Meeting) -> None:
     """Check that the members agree, and give each its results."""
-    starts = [s for s in meeting.starts if s is not None]
+    starts = [s for s in meeting.starts if isinstance(s, Start)]
     want = signature(starts[0])
     if any(signature(s) != want for s in starts[1:]) or not _peers_agree(starts):
         named = zip(meeting.group, starts, strict=True)

@@ -18,7 +18,7 @@ import torch.nn as nn
 from ..partitioner.errors import MeshwrightError
 from ..partitioner.transfer import Transfer
 from .comm import Start, Wait
-from .state import State
+from .state import State, pipeline_ranks
 
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -33,8 +33,7 @@ class RankView:
         self._state, self._index = state, index
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, shards in self._state.params.items():
-            yield name, shards[self._index]
+        yield from self._state.all_of(self._index)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, p in self.named_parameters():
@@ -103,7 +102,7 @@ def _check(optimizer: Any, state: State) -> None:
             f"optimizer= must return a torch.optim optimizer; it returned {type(optimizer).__name__}. Write "
             f"optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4)"
         )
-    mine = {id(p) for shards in state.params.values() for p in shards}
+    mine = {id(p) for i in range(len(state.comm.ranks)) for _, p in state.all_of(i)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if foreign := sum(id(p) not in mine for p in held):
         raise MeshwrightError(
@@ -137,15 +136,17 @@ def global_norm(state: State, norm_type: float = 2.0) -> torch.Tensor:
 def _norm_program(state: State, index: int, rank: int, p: float) -> Generator[Any, Any, torch.Tensor]:
     mesh = state.mesh
     total = torch.zeros((), dtype=torch.float64, device=state.device)
-    for name, shards in state.params.items():
-        grad = shards[index].grad
+    for name, p_ in state.shards(index):
+        grad = p_.grad
         if grad is None:
             continue
         norm = torch.linalg.vector_norm(grad, p, dtype=_wide(grad.dtype)).double()
         if math.isinf(p):
             total = torch.maximum(total, norm)
             continue
-        copies = mesh.world_size // mesh.group_size(tuple(state.layouts[name].split_axes))
+        line = len(pipeline_ranks(mesh, rank))
+        holders = mesh.world_size // line * (len(state.homes[name]) or line)
+        copies = holders // mesh.group_size(tuple(state.layouts[name].split_axes))
         total = total + norm**p / copies
     axes = tuple(a for a in mesh.names if mesh.sizes[a] > 1)
     if axes:
@@ -165,8 +166,7 @@ def clip_grad_norm(state: State, max_norm: float, norm_type: float = 2.0) -> tor
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), as torch does; returns the norm before."""
     norm = global_norm(state, norm_type)
     scale = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-    for shards in state.params.values():
-        for p in shards:
-            if p.grad is not None:
-                p.grad.mul_(scale.to(p.grad.device))
+    for _, p in state.shards():
+        if p.grad is not None:
+            p.grad.mul_(scale.to(p.grad.device))
     return norm

@@ -1,16 +1,22 @@
-"""Runs one lowered program on the ranks of this process: fills its inputs, walks its actions, sorts its outputs."""
+"""Runs one lowered program on the ranks of this process: fills its inputs, runs it, sorts its outputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
+from ..partitioner.graph import as_key
 from ..partitioner.layout import take_local
-from ..partitioner.program import Program
+from ..partitioner.program import Program, Segment
 from .comm import Comm
 from .execute import RankProgram, compile_rank
 from .state import State
+from .walk import Walk
+
+RankRun = Callable[[list[Any]], Generator[Any, Any, Any]]
+"""From a rank's inputs to its program."""
 
 
 class Runner:
@@ -19,16 +25,16 @@ class Runner:
     def __init__(self, program: Program, state: State, comm: Comm, device: torch.device):
         self.program, self.state, self.comm, self.device = program, state, comm, device
         constants = {name: t.to(device) for name, t in program.constants.items()}
-        self.ranks: list[RankProgram] = [
-            compile_rank(program.rank_graph(r), f"rank{r}", constants) for r in comm.ranks
-        ]
+        make = _in_segments if program.segments else _at_one_go
+        self.ranks = [make(program, r, constants) for r in comm.ranks]
 
     def _inputs(self, index: int, rank: int, tensors: list[torch.Tensor], step: int, local: bool) -> list[Any]:
         filled: list[Any] = []
         program, state = self.program, self.state
         for role, layout in zip(program.graph.inputs, program.input_layouts, strict=True):
             if role.kind == "param":
-                filled.append(state.params[str(role.name)][index].detach())
+                shard = state.params[str(role.name)][index]
+                filled.append(None if shard is None else shard.detach())
             elif role.kind == "buffer":
                 filled.append(state.buffers[str(role.name)][index])
             elif role.kind == "input":
@@ -58,13 +64,14 @@ class Runner:
         roles = self.program.graph.outputs
         for at, i in enumerate(which):
             role, values = roles[i], [r[at] for r in results]
-            if values[0] is None:
+            if all(v is None for v in values):
                 continue
             if role.kind == "output":
                 outputs.append(values[0])
             elif role.kind == "grad":
                 for p, g in zip(self.state.params[str(role.name)], values, strict=True):
-                    add_grad(p, g)
+                    if p is not None:
+                        add_grad(p, g)
             elif role.kind == "new_buffer":
                 self.state.buffers[str(role.name)] = list(values)
             elif role.kind == "new_input":
@@ -81,3 +88,41 @@ def add_grad(p: torch.Tensor, grad: torch.Tensor) -> None:
         p.grad = grad.reshape(p.shape).to(p.device)
     else:
         p.grad.add_(grad.to(p.grad.device))
+
+
+def _at_one_go(program: Program, rank: int, constants: dict[str, torch.Tensor]) -> RankRun:
+    return compile_rank(program.rank_graph(rank), f"rank{rank}", constants)
+
+
+def _in_segments(program: Program, rank: int, constants: dict[str, torch.Tensor]) -> RankRun:
+    walk, names = Walk(program, rank), [n.name for n in program.graph.placeholders]
+    mine = {act.segment for act in walk.acts if act.kind == "run"}
+    compiled = {i: _of_micro_batches(program, program.segments[i], rank, constants) for i in sorted(mine)}
+
+    def run(segment: int, micro_batch: int | None, given: list[Any]) -> Generator[Any, Any, Any]:
+        return compiled[segment][micro_batch or 0](given)
+
+    def program_of(inputs: list[Any]) -> Generator[Any, Any, Any]:
+        return walk.run(dict(zip(names, inputs, strict=True)), run)
+
+    return program_of
+
+
+def _of_micro_batches(
+    program: Program, segment: Segment, rank: int, constants: dict[str, torch.Tensor]
+) -> list[RankProgram]:
+    """The compiled segment for each micro-batch; those that are the same in plain numbers are compiled once."""
+    count, world = program.plan.micro_batches if segment.timed else 1, program.mesh.world_size
+    made: dict[Any, RankProgram] = {}
+
+    def of(i: int) -> RankProgram:
+        graph = segment.rank_graph(i * world + rank)
+        key = as_key(graph)
+        if key not in made:
+            made[key] = compile_rank(graph, f"rank{rank} {segment.name}", constants)
+        return made[key]
+
+    first, second, last = of(0), of(min(1, count - 1)), of(count - 1)
+    if first is second:  # nothing in it depends on where the micro-batch lies; the last may be smaller
+        return [*[first] * (count - 1), last]
+    return [of(i) for i in range(count)]

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..partitioner.transfer import Transfer
-from .comm import Start, cut, join, reduce_parts, seen
+from .comm import Expect, Post, Start, cut, join, reduce_parts, seen
 from .faults import MismatchError
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -69,6 +69,10 @@ class Pending:
     finish: Callable[[], Results]
     keep: Any = None
 
+    @property
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
     def results(self) -> Results:
         for work in self.works:
             work.wait()
@@ -82,6 +86,26 @@ def begin(start: Start, group: Group) -> Pending:
         results = tuple(x.clone(memory_format=_FLAT).reshape(t.out_shape) for t, x in pairs)
         return Pending(group, [], lambda: results)
     return _BEGIN[start.transfers[0].kind](start, group)
+
+
+def send(post: Post) -> Pending:
+    """Begin to send tensors to a rank, from memory of their own."""
+    kept = [x.clone(memory_format=_FLAT) for x in post.tensors]
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, _real(x), post.to) for x in kept])
+    return Pending(Group(None, (post.to,), 0, False), works, lambda: (), kept)
+
+
+def receive(expect: Expect, rank: int, nccl: bool) -> Pending:
+    """Begin to receive tensors from a rank."""
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in expect.kinds)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, _real(x), expect.source) for x in made])
+    return Pending(Group(None, (expect.source, rank), 1, nccl), works, lambda: made)
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """Bytes of the same memory where a message cannot carry the dtype."""
+    return x if x.dtype in _REDUCIBLE else torch.view_as_real(x) if x.is_complex() else x.reshape(-1).view(torch.uint8)
 
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:

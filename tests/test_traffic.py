@@ -43,7 +43,7 @@ def steps(program: Program) -> Counter[Step]:
 
 
 def told(graph: Graph, plan: Plan) -> Counter[Step]:
-    return Counter(step for step, _, _ in steps_of(traffic_of(graph, graph.factored, plan)))
+    return Counter(step for step, _, _, _ in steps_of(traffic_of(graph, graph.factored, plan)))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

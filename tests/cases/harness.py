@@ -24,7 +24,7 @@ from .oracle import Eager, loss_of
 from .registry import Axes, Built, Case
 
 LATER_ASKS = ("save_resume", "damage", "fault", "scaler", "offload")
-AXES_RUN_HERE = {"dp", "tp", "cp", "ep"}
+AXES_RUN_HERE = {"dp", "tp", "cp", "ep", "pp"}
 SEED = 1234
 
 
@@ -66,6 +66,8 @@ def on_one_device(case: Case, built: Built) -> Eager:
 def on_mesh(axes: Axes) -> Callable[[Case, Built], Any]:
     def make(case: Case, built: Built) -> Any:
         asked = {"zero": case.ask.zero, "batch_dims": case.ask.batch_dims}
+        if "pp" in axes:
+            asked["micro_batches"] = case.ask.microbatches
         given = {k: v for k, v in asked.items() if v is not None}
         return mw.compile(built[0], mw.Mesh(**axes), **options(case, built), **given)
 

@@ -1,0 +1,65 @@
+"""Micro-batches: one more mesh axis, in time, over which the batch is split like over any data axis.
+
+    in time    what every call does, as on a mesh of one data axis: its batch split, a partial sum, or whole (once)
+    in space   what every call does, as if there were no micro-batches
+    the plan   both: `[8:micro+dp, 16]` is a tensor of which a rank holds one part in each micro-batch
+
+Nothing is normalised again: the program is that of the global batch, its means divide by the global counts, and what
+must be known of all micro-batches before others go on (a count of tokens, the statistics of a batch norm) is a
+reduction in time like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .errors import PlanError
+from .factors import factor_graph
+from .facts import with_facts
+from .graph import Graph
+from .mesh import TIME, Mesh
+from .plan import Plan
+from .planner import Options, make_plan
+from .strategies import never_empty
+from .wishes import wishes
+
+
+def make_plan_in_time(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> tuple[Graph, Plan]:
+    """`make_plan`, for a step that is run in so many micro-batches.
+
+    Raises:
+        PlanError: the batch has too few rows for so many micro-batches on this mesh.
+    """
+    if micro_batches == 1:
+        return make_plan(graph, mesh, options)
+    _check_sizes(graph, micro_batches)
+    graph = replace(graph, factored=factor_graph(graph, options.resting))
+    line, done = mesh.timeline(micro_batches), ()
+    graph, in_time = make_plan(graph, line, Options(zero=0))
+    graph, plan = make_plan(graph, mesh, replace(options, micro_batches=micro_batches))
+    done += (*in_time.decomposed, *plan.decomposed)
+    if plan.decomposed:  # the new calls have no choice in time yet; those of the others stay as they were
+        graph, in_time = make_plan(graph, line, Options(zero=0))
+        if in_time.decomposed:
+            raise PlanError(f"calls {in_time.decomposed} were written out for micro-batches after all else was decided")
+    choices = {name: {TIME: in_time.choices[name].get(TIME), **by} for name, by in plan.choices.items()}
+    told = set(wishes(plan, plan.facts)) if plan.facts is not None else set()
+    notes = tuple(n for n in plan.notes if n not in told)
+    timed = replace(plan, choices=choices, decomposed=done, micro_batches=micro_batches, notes=notes)
+    assert graph.factored is not None and plan.facts is not None
+    return graph, with_facts(timed, graph, graph.factored, **plan.facts.asked)
+
+
+def _check_sizes(graph: Graph, micro_batches: int) -> None:
+    """Raises:
+    PlanError: the batch has fewer rows than micro-batches, or some would be empty.
+    """
+    for node, role in zip(graph.placeholders, graph.inputs, strict=True):
+        at = graph.batch[int(role.name)] if role.kind == "input" else None
+        if at is None or never_empty(n := int(node.meta["val"].shape[at]), (micro_batches,)):
+            continue
+        fits = max(m for m in range(1, micro_batches) if never_empty(n, (m,)))
+        raise PlanError(
+            f"a batch of {n} cannot be cut into micro_batches={micro_batches}, all of one size but the last: some would "
+            f"be empty. A batch of {micro_batches} fits, or micro_batches={fits}"
+        )

@@ -1,0 +1,167 @@
+"""One rank's way through a program of segments: which it runs when, and the values it keeps in between.
+
+Values that differ from micro-batch to micro-batch are kept one for each, and all are let go of after their last use.
+What is put together over micro-batches grows as they come:
+
+    sum, max, min    the first is taken as it is, the second makes new memory, further ones are added in place;
+                     a sum below 32 bits is kept in float32 until the last
+    parts of a dim   are kept, and joined after the last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..partitioner.layout import local_shape
+from ..partitioner.program import Act, Collect, Program
+from ..partitioner.transfer import Transfer, transfer_of
+from .comm import Expect, Pause, Post, Wait, join
+
+Run = Callable[[int, "int | None", list[Any]], Generator[Any, Any, Sequence[Any]]]
+"""From (segment, micro-batch, its inputs) to a program that returns what it gives. The list may be emptied."""
+
+_FOLD: dict[str, tuple[Any, Any]] = {
+    "sum": (torch.add, torch.Tensor.add_),
+    "max": (torch.maximum, lambda a, b: torch.maximum(a, b, out=a)),
+    "min": (torch.minimum, lambda a, b: torch.minimum(a, b, out=a)),
+}
+
+
+class _Coming:
+    """Values on their way from another rank: the handle to wait for, and under which keys they are kept."""
+
+    def __init__(self, handle: Any, keys: list[Any]):
+        self.handle, self.keys = handle, keys
+
+
+class Walk:
+    """What one rank does in a step, worked out once: the acts, and after which of them a value is let go of."""
+
+    def __init__(self, program: Program, rank: int):
+        self.program, self.rank, self.acts = program, rank, program.acts(rank)
+        grid = self.grid = program.plan.grid
+        self.count = program.plan.micro_batches
+        self.joins: dict[str, tuple[Transfer, ...]] = {}
+        for segment in program.segments:
+            for c in segment.collects:
+                ranks = [i * program.mesh.world_size + rank for i in range(self.count)]
+                self.joins[c.whole] = tuple(transfer_of(c.step, grid, r) for r in ranks)
+        self.results = [v.name if v is not None else None for v in program.graph.output_values]
+        inputs = zip(program.graph.placeholders, program.graph.inputs, strict=True)
+        tangents = {int(role.name): node.name for node, role in inputs if role.kind == "tangent"}
+        self.tangents = [tangents[i] for i in program.tangents]
+        self.values = {n.name: n.meta.get("val") for n in program.graph.fx.nodes}
+        pipeline = [a for a in program.mesh.names if program.mesh.role(a) == "pipeline"]
+        here = program.mesh.coord(rank)
+        self.peers = (
+            [program.mesh.rank_of(here | {pipeline[0]: i}) for i in range(program.mesh.sizes[pipeline[0]])]
+            if pipeline
+            else [rank]
+        )
+        self.dropped = self._dropped()
+
+    def _dropped(self) -> list[list[Any]]:
+        """Per act the values that are not needed after it."""
+        needed = {(name, None) for name in self.results if name is not None}
+        out: list[list[Any]] = []
+        for act in reversed(self.acts):
+            touched = dict.fromkeys(self._touched(act))
+            out.append([key for key in touched if key not in needed])
+            needed |= touched.keys()
+        return out[::-1]
+
+    def _touched(self, act: Act) -> list[tuple[str, int | None]]:
+        """What an act reads or makes."""
+        if act.kind == "pause":
+            return [(name, None) for name in self.tangents]
+        if act.kind != "run":
+            return [self._key(name, act) for name in act.values]
+        segment = self.program.segments[act.segment]
+        names = (*segment.reads, *segment.gives, *(c.part for c in segment.collects))
+        return [self._key(name, act) for name in names]
+
+    def _key(self, name: str, act: Act) -> tuple[str, int | None]:
+        """Under which a value is kept; one that is read after all micro-batches is that of the last."""
+        if name not in self.program.timed:
+            return (name, None)
+        return (name, self.count - 1 if act.micro_batch is None else act.micro_batch)
+
+    def run(self, inputs: Mapping[str, Any], run: Run) -> Generator[Any, Any, list[Any]]:
+        """The program: returns the whole program's outputs."""
+        kept: dict[tuple[str, int | None], Any] = {(name, None): x for name, x in inputs.items()}
+        for act, dropped in zip(self.acts, self.dropped, strict=True):
+            if act.kind != "run":
+                yield from self._pause(kept) if act.kind == "pause" else self._talk(act, kept)
+                for key in dropped:
+                    kept.pop(key, None)
+                continue
+            segment = self.program.segments[act.segment]
+            yield from self._arrive((self._key(name, act) for name in segment.reads), kept)
+            given = [kept[self._key(name, act)] for name in segment.reads]
+            joined = {self._key(c.part, act) for c in segment.collects}
+            for key in dropped:
+                if key not in joined:
+                    kept.pop(key, None)
+            values = yield from run(act.segment, act.micro_batch, given)
+            del given
+            kept |= zip((self._key(name, act) for name in segment.gives), values, strict=True)
+            del values
+            yield from self._arrive((self._key(c.part, act) for c in segment.collects), kept)
+            for c in segment.collects:
+                self._collect(c, act, kept)
+            for key in dropped:
+                kept.pop(key, None)
+        yield from self._arrive([(name, None) for name in self.results if name is not None], kept)
+        return [None if name is None else kept.get((name, None)) for name in self.results]
+
+    def _pause(self, kept: dict[Any, Any]) -> Generator[Any, Any, None]:
+        """Hand the outputs out, take their gradients in."""
+        names = [self.results[i] for i in self.program.paused]
+        yield from self._arrive([(n, None) for n in names if n is not None], kept)
+        gradients = yield Pause(tuple(None if n is None else kept[n, None] for n in names))
+        kept |= zip(((n, None) for n in self.tangents), gradients, strict=True)
+
+    def _talk(self, act: Act, kept: dict[Any, Any]) -> Generator[Any, Any, None]:
+        """Send values to a rank of another stage, or begin to receive them."""
+        keys, peer = [self._key(name, act) for name in act.values], self.peers[act.peer]
+        at = act.micro_batch or 0
+        where = f"{', '.join(act.values)}" + ("" if act.micro_batch is None else f" of micro-batch {at}")
+        if act.kind == "send":
+            yield from self._arrive(keys, kept)
+            yield Post(peer, tuple(kept[key] for key in keys), where)
+            return
+        rank = at * self.program.mesh.world_size + self.rank
+        kinds = tuple(
+            (local_shape(self.program.layouts[n], self.grid, rank), self.values[n].dtype) for n in act.values
+        )
+        coming = _Coming((yield Expect(peer, kinds, where)), keys)
+        kept |= dict.fromkeys(keys, coming)
+
+    def _arrive(self, keys: Iterable[Any], kept: dict[Any, Any]) -> Generator[Any, Any, None]:
+        """Wait for those of the values that are still on their way."""
+        for key in keys:
+            coming = kept.get(key)
+            if isinstance(coming, _Coming):
+                values = yield Wait(coming.handle)
+                kept |= zip(coming.keys, values, strict=True)
+
+    def _collect(self, c: Collect, act: Act, kept: dict[Any, Any]) -> None:
+        part, whole, i = kept[self._key(c.part, act)], (c.whole, None), act.micro_batch
+        assert i is not None
+        if c.step.kind == "all_gather":
+            parts = [*kept.get(whole, ()), part]
+            kept[whole] = join(parts, self.joins[c.whole][0]) if len(parts) == self.count else parts
+            return
+        first, further = _FOLD[c.step.op]
+        if i == 0:
+            kept[whole] = part
+        elif i == 1:
+            narrow = c.step.op == "sum" and part.dtype.is_floating_point and part.dtype.itemsize < 4
+            kept[whole] = first(kept[whole].float() if narrow else kept[whole], part)
+        else:
+            further(kept[whole], part)
+        if i == self.count - 1:
+            kept[whole] = kept[whole].to(part.dtype)

@@ -1,0 +1,77 @@
+"""Micro-batches and pipelines give the numbers of one device on the whole batch."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from launch import run_ranks
+from pipeline_models import MESHES, MODELS, SCHEDULES, complaints
+
+# every schedule on every mesh, with every number of micro-batches; models take turns, and are all tried by `every` below
+RUNS = [
+    (schedule, mesh, times)
+    for schedule, mesh in itertools.product(SCHEDULES, MESHES)
+    for times in ("p", "2p", "2p+1")
+]
+QUICK = 7
+"""One run in so many is quick."""
+
+
+def micro_batches(mesh: str, times: str) -> int:
+    p = MESHES[mesh]["pp"]
+    return {"p": p, "2p": 2 * p, "2p+1": 2 * p + 1}[times]
+
+
+def runs() -> list:
+    names = itertools.cycle(MODELS)
+    return [
+        pytest.param(next(names), *run, marks=[] if i % QUICK == 0 else [pytest.mark.slow], id="-".join(run))
+        for i, run in enumerate(RUNS)
+    ]
+
+
+@pytest.mark.parametrize("name,schedule,mesh,times", runs())
+def test_a_pipeline_equals_one_device(name: str, schedule: str, mesh: str, times: str):
+    found = complaints(name, MESHES[mesh], micro_batches(mesh, times), schedule=schedule)
+    assert not found, "\n".join([name, *found])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_micro_batches_equal_one_device(name: str, axes: dict[str, int], count: int):
+    found = complaints(name, axes, count)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("name", ["tied", "twice"])
+def test_with_sharded_state(name: str, axes: dict[str, int], options: dict[str, Any]):
+    found = complaints(name, axes, 2, **options)
+    assert not found, "\n".join(found)
+
+
+def in_processes(rank: int, world: int, name: str, mesh: dict[str, int], count: int, schedule: str) -> list[str]:
+    """`complaints`, in each of `world` processes."""
+    return complaints(name, mesh, count, schedule=schedule)
+
+
+ON_GLOO = [
+    ("tied", {"pp": 2}, 3, "1f1b"),
+    ("twice", {"pp": 2}, 4, "zb-v"),
+    ("unet", {"pp": 2}, 2, "interleaved"),
+    ("encoder-decoder", {"dp": 2, "pp": 2}, 4, "zb-h1"),
+    ("gpt", {"pp": 4}, 5, "dualpipe-v"),
+    ("tied", {"tp": 2, "pp": 2}, 2, "gpipe"),
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name,mesh,count,schedule", ON_GLOO, ids=str)
+def test_one_rank_a_process(name: str, mesh: dict[str, int], count: int, schedule: str):
+    world = math.prod(mesh.values())
+    args = (name, mesh, count, schedule)
+    for found in run_ranks("test_pipelines:in_processes", world, *args, timeout=400, comm_timeout=200):
+        assert not found, "\n".join(found)
