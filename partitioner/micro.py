@@ -60,6 +60,6 @@ def _check_sizes(graph: Graph, micro_batches: int) -> None:
             continue
         fits = max(m for m in range(1, micro_batches) if never_empty(n, (m,)))
         raise PlanError(
-            f"a batch of {n} cannot be cut into micro_batches={micro_batches}, all of one size but the last: some would "
-            f"be empty. A batch of {micro_batches} fits, or micro_batches={fits}"
+            f"a batch of {n} cannot be cut into micro_batches={micro_batches}, all of one size but the last: some "
+            f"would be empty. A batch of {micro_batches} fits, or micro_batches={fits}"
         )

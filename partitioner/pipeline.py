@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
+from .action import COMPUTE
 from .collective_cost import collective_seconds
 from .cost import nbytes
 from .errors import PlanError, ScheduleError
@@ -25,7 +26,9 @@ from .mesh import Mesh
 from .plan import Plan
 from .schedule import Schedule, from_text
 from .schedules.generate import NAMES, generate
+from .send_recv import with_transfers
 from .stages import Anchors, Stages, anchors, stages_of
+from .validate import validate
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,12 @@ def _schedule(asked: Asked, ranks: int, micro_batches: int) -> Schedule:
             f"the schedule is for {given.ranks} ranks and {given.micro_batches} micro-batches; "
             f"here are {ranks} and {micro_batches}"
         )
-    return given
+    computed = replace(given, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in given.orders))
+    try:
+        validate(with_transfers(computed))
+    except ScheduleError as fault:
+        raise PlanError(f"the schedule cannot be followed: {fault}") from fault
+    return computed
 
 
 # -- where to cut

@@ -264,9 +264,10 @@ def _batch_notes(graph: Graph, mesh: Mesh, micro_batches: int) -> list[str]:
             names = ", ".join(f"{a}={mesh.sizes[a]}" for a in axes)
             names += f", each of micro_batches={micro_batches}" if micro_batches > 1 else ""
             name = graph.input_names[int(role.name)] or "the first input"
+            need = micro_batches * math.prod(mesh.sizes[a] for a in axes)
             notes.append(
                 f"batch {n} of {name} cannot be split over {names}: some data ranks do the same work. A batch of at "
-                f"least {micro_batches * math.prod(mesh.sizes[a] for a in axes)} uses them all; batch_dims= names the batch dim"
+                f"least {need} uses them all; batch_dims= names the batch dim"
             )
     return notes
 

@@ -81,7 +81,7 @@ def never_empty(size: int, ranks: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Marked:
-    """Atoms with a part to play: the batch, the sequence, stacked experts; and into how many micro-batches it is cut."""
+    """Atoms with a part to play: the batch (and how many micro-batches it is cut into), the sequence, experts."""
 
     batch: frozenset[int]
     sequence: frozenset[int]

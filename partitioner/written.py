@@ -11,6 +11,7 @@ simpler calls may split what the ends split there, run on partial sums, or run w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class Written:
                 for name, atoms in found.items():
                     for atom, inside in _by_atom(theirs, outer, own, factored):
                         atoms |= set(inside) if atom in getattr(marked, name) else set()
-        return Marked(*(frozenset(found[name]) for name in ("batch", "sequence", "experts")))
+        return replace(marked, **{name: frozenset(atoms) for name, atoms in found.items()})
 
 
 def _by_atom(theirs: list[int], outer: Factored, own: list[int], factored: Factored) -> list[tuple[int, list[int]]]:

@@ -21,9 +21,12 @@ import torch.fx as fx
 from ..partitioner.action import Action
 from ..partitioner.graph import Graph, Role, is_getitem
 from ..partitioner.placement import Placement
+from ..partitioner.post_ahead import post_ahead
 from ..partitioner.program import Act, Collect
+from ..partitioner.schedule import Schedule
 from ..partitioner.send_recv import with_transfers
 from ..partitioner.stages import needed_on
+from ..partitioner.validate import validate
 from .draft import Draft
 from .pause import HANDED_OUT
 from .phases import Phases, phases
@@ -75,6 +78,7 @@ class _Cutter:
         self.hop = self._hops()
         self.part = self._parts()
         self.autograd = draft.form == "autograd"
+        self.schedules: dict[int, Schedule] = {}
         self.out = Segmented(timed=frozenset(n.name for n in self.when.timed))
 
     # -- where nodes run
@@ -190,10 +194,8 @@ class _Cutter:
         self, rank: int, phase: int, numbers: dict[Slot, int], merged: dict[Slot, int], sends: _Sends
     ) -> list[Act]:
         """One loop: the actions of the schedule that there is something to do for."""
-        assert self.plan.schedule is not None
         acts: list[Act] = []
-        schedule = with_transfers(self.plan.schedule, *sends.edges(phase))
-        for action in schedule.orders[rank]:
+        for action in self._schedule(phase, sends).orders[rank]:
             if action.other is not None:
                 acts += sends.during(phase, action)
                 continue
@@ -204,6 +206,18 @@ class _Cutter:
             else:
                 acts += [Act(segment=numbers[s], micro_batch=action.micro) for s in at if s in numbers]
         return acts
+
+    def _schedule(self, phase: int, sends: _Sends) -> Schedule:
+        """The schedule with what is sent in a loop, proved legal; receives are started ahead of what waits for them."""
+        if phase not in self.schedules:
+            assert self.plan.schedule is not None
+            edges = sends.edges(phase)
+            ordered = with_transfers(self.plan.schedule, *edges)
+            validate(ordered, *edges)
+            ahead = post_ahead(ordered)
+            validate(ahead, *edges, mode="async")
+            self.schedules[phase] = ahead
+        return self.schedules[phase]
 
     # -- one segment
     def _part(self, slot: Slot, nodes: list[fx.Node]) -> Part:

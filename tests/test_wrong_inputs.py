@@ -215,7 +215,23 @@ WRONG = [
         lambda: step(pin={"0.wieght": "[o:tp, i]"}),
         "'0.wieght' names no parameter; '0.weight'",
     ),
-    Wrong("a mesh with pipeline stages", lambda: step(on=mesh(pp=2)), "pp=2; not built yet; use dp, tp, cp or ep"),
+    Wrong("micro_batches=0", lambda: step(micro_batches=0), "micro_batches=0; at least 1"),
+    Wrong("more micro-batches than rows", lambda: step(micro_batches=9), "batch of; micro_batches=9; fits"),
+    Wrong(
+        "a schedule that is none",
+        lambda: step(on=mesh(pp=2), micro_batches=2, schedule="2f2b"),
+        "schedule='2f2b'; 1f1b; zb-h1",
+    ),
+    Wrong(
+        "a schedule for other ranks",
+        lambda: step(on=mesh(pp=2), micro_batches=2, schedule="0: 0F0 0BW0"),
+        "1 ranks; here are 2",
+    ),
+    Wrong(
+        "a schedule that leaves something out",
+        lambda: step(on=mesh(pp=2), micro_batches=1, schedule="0: 0F0 0BW0\n1: 1F0"),
+        "cannot be followed; 1B0",
+    ),
     Wrong("zero=7", lambda: step(zero=7), "zero=7; 0, 1, 2, 3 or 'auto'"),
     Wrong(
         "memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; bytes; more ranks"
