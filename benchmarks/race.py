@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/race.py --size tiny
     torchrun --standalone --nproc-per-node 2 benchmarks/race.py --modes single,ddp,mw_dp --csv race.csv
+    torchrun --standalone --nproc-per-node 2 benchmarks/race.py --modes single,pp_1f1b,mw_pp_1f1b
 
 Every mode starts from the same weights, sees the same global batches and steps a fused AdamW. The modes take turns, a
 few steps each, round after round, so that a ratio compares the same minutes of one machine. Read ratios, not times; CPU
@@ -22,10 +23,13 @@ import torch
 import torch.distributed as dist
 import typer
 from race_model import SIZES, Config
-from race_modes import MODES, Job
+from race_modes import MODES as PLAIN
+from race_modes import Job
+from race_pipelines import ON_FOUR, PIPELINES
 from rich.console import Console
 from rich.table import Table
 
+MODES = PLAIN | PIPELINES | ON_FOUR
 WARM_UP, COUNTED = 6, 1  # steps before timing: 5 updates and the loss that follows, then one whose bytes are counted
 
 
@@ -149,7 +153,7 @@ def append(rows: list[Row], path: Path) -> None:
 
 def main(
     size: Annotated[str, typer.Option(help=" or ".join(SIZES))] = "tiny",
-    modes: Annotated[str, typer.Option(help="any of " + ", ".join(MODES))] = ",".join(MODES),
+    modes: Annotated[str, typer.Option(help="any of " + ", ".join(MODES))] = ",".join(PLAIN),
     rounds: int = 4,
     steps: Annotated[int, typer.Option(help="timed steps of a mode in one round")] = 3,
     csv_to: Annotated[Path | None, typer.Option("--csv", help="file to add the rows to")] = None,

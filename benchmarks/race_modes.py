@@ -43,9 +43,15 @@ class Idle(Job):
 class Peer(Job):
     """Forward, loss, backward and AdamW as a user of PyTorch writes them, on this rank's part of the batch."""
 
-    def __init__(self, model: nn.Module, split: bool, around: Callable[[], Any] = contextlib.nullcontext):
+    def __init__(
+        self,
+        model: nn.Module,
+        split: bool,
+        around: Callable[[], Any] = contextlib.nullcontext,
+        part: tuple[int, int] | None = None,
+    ):
         self.model, self.around = model, around
-        self.part, self.parts = (dist.get_rank(), dist.get_world_size()) if split else (0, 1)
+        self.part, self.parts = part or ((dist.get_rank(), dist.get_world_size()) if split else (0, 1))
         self.optimizer = fused_adamw(model.parameters())
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
@@ -101,8 +107,13 @@ def fsdp2(config: Config) -> Job:
 
 
 def tensor_parallel(config: Config, sequence_sharded_norms: bool) -> Job:
+    model = tensor_parallel_model(config, mesh("tp"), sequence_sharded_norms)
+    return Peer(model, split=False, around=loss_parallel)
+
+
+def tensor_parallel_model(config: Config, over: DeviceMesh, sequence_sharded_norms: bool) -> Any:
     """DTensor column and row split, with vocabulary-parallel embedding, head and loss."""
-    model, over = build(config), mesh("tp")
+    model = build(config)
     between = Shard(1) if sequence_sharded_norms else Replicate()
     row = RowwiseParallel(output_layouts=between)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -117,7 +128,7 @@ def tensor_parallel(config: Config, sequence_sharded_norms: bool) -> Job:
     parallelize_module(model, over, outer)
     for block in model.blocks:
         parallelize_module(block, over, inner)
-    return Peer(model, split=False, around=loss_parallel)
+    return model
 
 
 MODES: dict[str, Callable[[Config], Job]] = {

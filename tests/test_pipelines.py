@@ -34,7 +34,10 @@ def test_a_pipeline_equals_one_device(name: str, schedule: str, mesh: str, times
     assert not found, "\n".join([name, *found])
 
 
-@pytest.mark.parametrize("axes,count", [({"dp": 1}, 3), ({"dp": 2}, 2), ({"tp": 2}, 3), ({"dp": 2, "tp": 2}, 2)], ids=str)
+ALONE = [({"dp": 1}, 3), ({"dp": 2}, 2), ({"tp": 2}, 3), ({"dp": 2, "tp": 2}, 2)]
+
+
+@pytest.mark.parametrize("axes,count", ALONE, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_micro_batches_equal_one_device(name: str, axes: dict[str, int], count: int):
     found = complaints(name, axes, count)
