@@ -66,6 +66,7 @@ class Case:
         pins: the calls that pins name.
         written: the calls written out so far.
         writes: whether a free axis may ask for more of them.
+        shares: whether groups that read one parameter may share a reshard of it.
     """
 
     graph: Graph
@@ -73,6 +74,7 @@ class Case:
     pins: Pins
     written: tuple[str, ...] = ()
     writes: bool = True
+    shares: bool = True
 
     def with_written(self, names: tuple[str, ...], resting: Mapping[str, Layout] | None) -> Case:
         """The same program with these calls written out; a pin of one holds for what its first output is now."""
@@ -85,6 +87,9 @@ class Case:
 
 KEPT = 1e-4
 """By so much, relative, a plan may cost more than what its calls written out were chosen for."""
+
+PROMISED = 1e-3
+"""By so much, relative, a plan's price may be above what was minimised."""
 
 Decide = Callable[[Problem], list[int]]
 """From a problem to the value of each variable: for plans that are not the best one."""
@@ -103,6 +108,7 @@ class Draft:
     again: frozenset[str] = frozenset()
     solution: Solution | None = None
     reasons: Reasons | None = None
+    shares: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -123,7 +129,8 @@ def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None 
 
     A split that asks for that is priced as the ops that it takes (`written.py`). Then the calls are written out and all
     is decided again; should that cost more than was promised, the plan without such splits is made too, and the cheaper
-    of the two is returned.
+    of the two is returned. So it is with parameters that several groups read: a reshard that they share is followed by
+    others of their own, where what is emitted has each of them start from the parameter.
 
     `decide`: takes the place of `solve`, one variable for every call.
 
@@ -132,24 +139,38 @@ def make_plan(graph: Graph, mesh: Mesh, options: Options, decide: Decide | None 
     """
     factored = graph.factored or factor_graph(graph, options.resting)
     check_pins(graph, factored, options.pin, mesh)
-    first = decided(Case(graph, factored, pinned_calls(graph, options.pin)), mesh, options, decide)
+    case = Case(graph, factored, pinned_calls(graph, options.pin))
+    first = decided(case, mesh, options, decide)
     if decide is not None:
         return _made(_written(first, decide), math.inf)
     assert first.solution is not None
-    bound, cost = first.solution.bound, first.solution.cost
+    bound, made = first.solution.bound, _best(first, first.solution.bound)
+    if first.shares and _price(made) > first.solution.cost * (1 + PROMISED):
+        alone = decided(replace(case, shares=False), mesh, options)
+        made = min(made, _best(alone, bound), key=_price)
+    return made
+
+
+def _price(made: tuple[Graph, Plan]) -> float:
+    return sum(made[1].seconds)
+
+
+def _best(first: Draft, bound: float) -> tuple[Graph, Plan]:
+    """The plan of a first draft, its calls written out as it asks, or of one that asks for none."""
+    assert first.solution is not None
     try:
         last = _written(first)
     except PlanError:  # what it keeps when written out is too much for the memory
         last = None
-    if last is not None and last.solution is not None and last.solution.cost <= cost * (1 + KEPT):
+    if last is not None and last.solution is not None and last.solution.cost <= first.solution.cost * (1 + KEPT):
         return _made(last, bound)
     try:
-        whole = _written(decided(replace(first.case, writes=False), mesh, options))
+        whole = _written(decided(replace(first.case, writes=False), first.mesh, first.options))
     except PlanError:
         if last is None:
             raise
         return _made(last, bound)
-    return min((_made(d, bound) for d in (last, whole) if d is not None), key=lambda made: sum(made[1].seconds))
+    return min((_made(d, bound) for d in (last, whole) if d is not None), key=_price)
 
 
 def _written(draft: Draft, decide: Decide | None = None) -> Draft:
@@ -162,10 +183,12 @@ def _written(draft: Draft, decide: Decide | None = None) -> Draft:
 
 def _made(draft: Draft, bound: float) -> tuple[Graph, Plan]:
     """The plan of a draft, no plan costing less than `bound` seconds."""
-    gap = math.inf
-    if draft.solution is not None:
-        gap = max(draft.solution.gap, (draft.solution.cost - bound) / bound if bound > 0 else 0.0)
-    return replace(draft.graph, factored=draft.factored), _finished(draft, gap)
+    plan, solution = _finished(draft), draft.solution
+    if solution is not None:
+        price = sum(plan.seconds)
+        cost = price if price > solution.cost * (1 + PROMISED) else solution.cost
+        plan = replace(plan, gap=max(solution.gap, (cost - bound) / bound if bound > 0 else 0.0))
+    return replace(draft.graph, factored=draft.factored), plan
 
 
 def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Graph, Plan]:
@@ -202,6 +225,7 @@ def decided(case: Case, mesh: Mesh, options: Options, decide: Decide | None = No
     else:
         values = decide(tables.problem)
     _take(draft, tables, values)
+    draft.shares = tables.shares_parameters
     memory = tables.memory(saved_values(case.graph, case.factored)) if options.memory is not None else ()
     draft.reasons = Reasons(tables, values, memory)
     draft.zero = stage if isinstance(stage, int) else stage_of(draft.params, case.graph, mesh, draft.again)
@@ -214,9 +238,10 @@ def _tables(draft: Draft, every: bool, stage: int | str) -> Tables:
     graph, factored, options, pins = draft.graph, draft.factored, draft.options, draft.case.pins
     prices = Prices(draft.mesh)
     marked = marked_atoms(graph, factored, options.micro_batches)
-    tables = Tables(graph, factored, prices, again=stage == 3)
+    tables = Tables(graph, factored, prices, again=stage == 3, shares=draft.case.shares)
     builder = Builder(graph, factored, prices, marked, {}, pins, grouped=not every, writes=draft.case.writes)
-    for group in single(graph.calls()) if every else contract(graph, factored, frozenset(pins)):
+    alone = frozenset(pins) | {n for n in graph.calls() if n.meta.get("written")}
+    for group in single(graph.calls()) if every else contract(graph, factored, alone):
         tables.add_group(group, builder)
     trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
     rests = Rests(factored, prices, options, marked, stage)
@@ -272,7 +297,7 @@ def _batch_notes(graph: Graph, mesh: Mesh, micro_batches: int) -> list[str]:
     return notes
 
 
-def _finished(draft: Draft, gap: float) -> Plan:
+def _finished(draft: Draft) -> Plan:
     modules = {n.name: (n.meta.get("module", ""), str(n.target), n.meta.get("where", "")) for n in draft.taken}
     whole_notes = [*_notes_of_unsplit(draft), *_notes_of_whole(draft)]
     plan = Plan(
@@ -285,7 +310,6 @@ def _finished(draft: Draft, gap: float) -> Plan:
         notes=(*draft.graph.notes, *draft.notes, *whole_notes),
         decisions=draft.reasons,
         modules=modules,
-        gap=gap if math.isfinite(gap) else None,
     )
     asked = {"zero": draft.options.zero, "memory": draft.options.memory, "pin": draft.options.pin}
     return with_facts(plan, draft.graph, draft.factored, **asked)

@@ -120,6 +120,20 @@ class Prices:
             found = self._known[key] = (self._priced(lengths, itemsize, have, want), have, want)  # held: known by id
         return found[0]
 
+    def union(self, some: Sequence[States], factors: int) -> States:
+        """Every state of some lists once, for a tensor of so many factors; orders of axes count where one has them."""
+        if all(s.marks is None for s in some):
+            unique = dict.fromkeys(c for s in some for c in s.unique)
+            return States(list(unique), np.arange(len(unique)))
+        found: dict[tuple, None] = {}
+        for s in some:
+            plain = (self._in_mesh_order(c, factors) for c in s.unique)
+            found |= dict.fromkeys(zip(s.unique, s.marks if s.marks is not None else plain, strict=True))
+        return States([c for c, _ in found], np.arange(len(found)), marks=[m for _, m in found])
+
+    def _in_mesh_order(self, state: tuple[int, ...], factors: int) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(a for a, c in zip(self.names, state, strict=True) if c == f + 1) for f in range(factors))
+
     def _priced(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
         used = have.used() | want.used()
         chosen = open_factors(used, lengths) if len(self.axes) <= FEW_AXES else tuple(sorted(used))

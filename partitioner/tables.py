@@ -72,10 +72,12 @@ class _Reads:
 
 
 class Tables:
-    """Builds the `Problem`. `again`: parameters are gathered again for backward whatever memory costs (ZeRO-3)."""
+    """Builds the `Problem`. `again`: parameters are gathered again for backward whatever memory costs (ZeRO-3).
+    `shares`: groups that read one parameter may share a reshard of it."""
 
-    def __init__(self, graph: Graph, factored: Factored, prices: Prices, again: bool):
+    def __init__(self, graph: Graph, factored: Factored, prices: Prices, again: bool, shares: bool = True):
         self.graph, self.factored, self.prices, self.again = graph, factored, prices, again
+        self.shares = shares
         self.problem = Problem()
         self.variables: list[Variable] = []
         self._kept: list[tuple[fx.Node, int, int, States, list[States]]] = []
@@ -155,16 +157,17 @@ class Tables:
         """A tensor that several groups read is resharded once for all: a variable of its own, its state as seen."""
         if value in self._copy_of:
             return self._copy_of[value]
+        if value in self._param and not self.shares:
+            return given
         g, known, have = given
         wants = {i: s for r in readers for i, s in {**r.forward, **r.backward}.items()}
         both = any(r.forward for r in readers) and any(r.backward for r in readers)
         twice = both and self.again and value in self._param
         key = ("copied", known, tuple(sorted(wants)), itemsize(value), twice)
         if key not in self._states:
-            unique = dict.fromkeys(c for s in (have, *wants.values()) for c in s.unique)
-            made = States(list(unique), np.arange(len(unique)))
+            made = self.prices.union((have, *wants.values()), sum(map(len, self.factored.dims[value])))
             table = self._spread(value, have, made) * (2 if twice else 1)
-            self._states[key] = (made, np.zeros(len(unique)), table, wants)
+            self._states[key] = (made, np.zeros(len(made.unique)), table, wants)
         made, zeros, table, _ = self._states[key]
         c = self.problem.variable(zeros)
         name = self.variables[g].name if value in self._param else value.name
@@ -175,6 +178,11 @@ class Tables:
             self._kept.append((value, g, c, have, [made]))
         self._copy_of[value] = (c, ("copy", id(made)), made)
         return self._copy_of[value]
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether some parameter is read by several groups that share its reshards."""
+        return any(self.variables[g].resting is not None for g, _ in self._copied_from)
 
     def hubs(self) -> list[int]:
         """Groups that depend on no parameter and are read by groups that do: masks, positions, read by every layer."""

@@ -21,7 +21,7 @@ from .decompose import written_out
 from .elimination import Problem, objective
 from .factors import Factored, factor_graph
 from .graph import Graph, Role, is_tensor
-from .groups import contract
+from .groups import single
 from .layout import Factor, Layout
 from .solve import solve
 from .states import States
@@ -83,7 +83,7 @@ class Written:
         wanted = {v: _finer(ends.gives(0, i), _outer_layout(m, i), factored.whole(v)) for i, v in outs.items()}
         inner = Builder(graph, factored, outer.prices, self._marked(graph, operands, factored), {}, {}, grouped=False)
         tables = Tables(graph, factored, outer.prices, again=False)
-        for group in contract(graph, factored):
+        for group in single(graph.calls()):
             tables.add_group(group, inner)
         at = tables.add_ends(len(ways), given, wanted)
         for node in graph.fx.nodes:
@@ -117,9 +117,7 @@ def _by_atom(theirs: list[int], outer: Factored, own: list[int], factored: Facto
     return found
 
 
-def _graph_of(
-    m: Member, weights: tuple[int, ...], traced: dict[Any, fx.Graph]
-) -> tuple[Graph, list[fx.Node]]:
+def _graph_of(m: Member, weights: tuple[int, ...], traced: dict[Any, fx.Graph]) -> tuple[Graph, list[fx.Node]]:
     """A call written out as a program of its own, which gives what is read of it; and its operands.
 
     Its weights are parameters, which a tensor axis must split if it can.

@@ -9,8 +9,9 @@ import pytest
 import torch
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.certify import certify
+from meshwright.partitioner.factors import factor_graph
 from meshwright.partitioner.graph import Graph
-from meshwright.partitioner.planner import Options, make_plan
+from meshwright.partitioner.planner import Case, Options, decided, make_plan
 from torch import nn
 
 BAR = 1.01e-3
@@ -83,3 +84,13 @@ def test_the_plan_is_next_to_the_bound(name: str):
     graph, plan = make_plan(captured(name), mesh, options)
     found = certify(graph, mesh, options, plan)
     assert found.gap <= BAR, found
+
+
+def test_a_tied_weight_is_not_promised_what_is_not_emitted():
+    """On two axes two readers of one weight shared a gather in the objective that each of them then made for itself."""
+    mesh, options = mw.Mesh(node=8, gpu=8, device="h100", links={"node": "ib-ndr"}), Options()
+    graph = captured("gpt2")
+    plan = make_plan(graph, mesh, options)[1]
+    case = Case(graph, factor_graph(graph), {}, shares=False)
+    apart = decided(case, mesh, options).solution
+    assert apart is not None and sum(plan.seconds) <= apart.cost * (1 + 1e-6)
