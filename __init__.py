@@ -107,7 +107,8 @@ def compile(
         if inputs == "local":
             dims = batch_dims_of(graph)
             call = (request.args, request.kwargs, request.target)
-            args, kwargs, target = grown(call, dims, data_ranks(mesh))
+            parts = micro_batches if request.form == "step" else 1
+            args, kwargs, target = grown(call, dims, data_ranks(mesh), parts)
             graph = replace(captured(replace(request, args=args, kwargs=kwargs, target=target)), batch=dims)
         mesh_now = request.mesh or fitted_mesh(mesh, graph)
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from .errors import PlanError
 from .factors import factor_graph
 from .graph import Graph
 from .mesh import Mesh
@@ -36,13 +37,24 @@ def batch_dims_of(graph: Graph) -> tuple[int | None, ...]:
     return tuple(found)
 
 
-def grown(call: Any, dims: tuple[int | None, ...], ranks: int) -> Any:
-    """The call with the batch dims of its tensors `ranks` times as long; the tensors have no values."""
+def grown(call: Any, dims: tuple[int | None, ...], ranks: int, micro_batches: int = 1) -> Any:
+    """The call with the batch dims of its tensors `ranks` times as long; the tensors have no values.
+
+    With micro-batches the global batch is one after another, each made of one equal part of every rank.
+
+    Raises:
+        PlanError: a rank's part cannot be cut into so many equal parts.
+    """
     leaves, spec = pytree.tree_flatten(call)
     which = iter(dims)
     for i, x in enumerate(leaves):
         if isinstance(x, torch.Tensor):
             dim = next(which)
+            if dim is not None and x.shape[dim] % micro_batches:
+                raise PlanError(
+                    f"inputs='local': {x.shape[dim]} rows on a rank cannot be cut into micro_batches={micro_batches} "
+                    f"equal parts; pass a multiple of {micro_batches}"
+                )
             shape = [n * ranks if d == dim else n for d, n in enumerate(x.shape)]
             leaves[i] = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
     return pytree.tree_unflatten(leaves, spec)

@@ -93,7 +93,7 @@ def _backward_place(node: fx.Node, of: Mapping[fx.Node, int | None], first: Mapp
     paired = first.get(node.meta.get("seq"))  # type: ignore[arg-type]
     if paired is not None:
         return min([paired, *late])
-    return min(late) if late else max(early)
+    return min(late) if late else max(early, default=0)
 
 
 def _free(graph: Graph, factored: Factored) -> set[fx.Node]:
@@ -103,6 +103,8 @@ def _free(graph: Graph, factored: Factored) -> set[fx.Node]:
     for node in graph.fx.nodes:
         if node.op == "placeholder":
             kind = roles[node].kind
+            if kind == "tangent":  # the way back starts at the stage that made the output
+                continue
             made_of[node] = frozenset({kind} & {"param", "input"})
         elif node.op == "get_attr":
             made_of[node] = frozenset()

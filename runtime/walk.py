@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..partitioner.layout import local_shape
+from ..partitioner.mesh import TIME
 from ..partitioner.program import Act, Collect, Program
 from ..partitioner.transfer import Transfer, transfer_of
 from .comm import Expect, Pause, Post, Wait, join
@@ -91,7 +92,10 @@ class Walk:
 
     def run(self, inputs: Mapping[str, Any], run: Run) -> Generator[Any, Any, list[Any]]:
         """The program: returns the whole program's outputs."""
-        kept: dict[tuple[str, int | None], Any] = {(name, None): x for name, x in inputs.items()}
+        kept: dict[tuple[str, int | None], Any] = {}
+        for name, x in inputs.items():
+            parts = enumerate(self._parts(name, x)) if name in self.program.timed else ((None, x),)
+            kept |= {(name, i): part for i, part in parts}
         for act, dropped in zip(self.acts, self.dropped, strict=True):
             if act.kind != "run":
                 yield from self._pause(kept) if act.kind == "pause" else self._talk(act, kept)
@@ -116,6 +120,15 @@ class Walk:
                 kept.pop(key, None)
         yield from self._arrive([(name, None) for name in self.results if name is not None], kept)
         return [None if name is None else kept.get((name, None)) for name in self.results]
+
+    def _parts(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+        """A rank's own part of an input ("local" inputs), cut into micro-batches."""
+        layout, world = self.program.layouts[name], self.program.mesh.world_size
+        spot = layout.spot_of(TIME)
+        assert spot is not None
+        shapes = [local_shape(layout, self.grid, i * world + self.rank) for i in range(self.count)]
+        sizes = [shape[spot[0]] for shape in shapes]
+        return list(x.split(sizes, spot[0]))
 
     def _pause(self, kept: dict[Any, Any]) -> Generator[Any, Any, None]:
         """Hand the outputs out, take their gradients in."""

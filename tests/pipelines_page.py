@@ -32,8 +32,8 @@ ABOUT = {
 }
 HEAD = """# Pipelines
 
-What a pipeline does with a model says [parallelism.md](parallelism.md). Its schedule is data: per rank a list of actions,
-each with a one-word text (`partitioner/action.py`), simulated, proved and walked as it stands.
+What a pipeline does with a model says [parallelism.md](parallelism.md). Its schedule is data: per rank a list of
+actions, each with a one-word text (`partitioner/action.py`), simulated, proved and walked as it stands.
 
     2F0 2B0 2W0 2BW0            stage 2, micro-batch 0: forward; gradient of inputs, of weights, of both at one go
     0SEND_F0>3 3RECV_F0<0       what forward of stage 0 hands to stage 3, as its two ends see it

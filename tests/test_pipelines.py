@@ -4,9 +4,12 @@ import itertools
 import math
 from typing import Any
 
+import meshwright as mw
 import pytest
+import torch
 from launch import run_ranks
 from pipeline_models import MESHES, MODELS, SCHEDULES, complaints
+from torch import nn
 
 RUNS = list(itertools.product(SCHEDULES, MESHES, ("p", "2p", "2p+1")))
 """Every schedule on every mesh with every number of micro-batches; the models take turns."""
@@ -74,3 +77,23 @@ def test_one_rank_a_process(name: str, mesh: dict[str, int], count: int, schedul
     args = (name, mesh, count, schedule)
     for found in run_ranks("test_pipelines:in_processes", world, *args, timeout=400, comm_timeout=200):
         assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_a_pipeline_is_called_as_the_model(axes: dict[str, int]):
+    """Forward alone, and forward, a loss outside, backward; then a step on what is already placed."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(4, 6)
+    compiled = mw.compile(model, mw.Mesh(**axes, device="cpu"), micro_batches=2, loss=lambda y: y.square().mean())
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    compiled(x).sum().backward()
+    model(x).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(compiled.gather("grads")[name], p.grad)
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    torch.testing.assert_close(compiled.step(x), loss.detach())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(compiled.gather("grads")[name], p.grad)

@@ -69,23 +69,26 @@ def small() -> nn.Sequential:
 X, Y = torch.linspace(-1, 1, 48).view(8, 6).sin(), torch.arange(8) % 4
 
 
-def local_step(rank: int, world: int) -> Any:
+def local_step(rank: int, world: int, count: int) -> Any:
     with pytest.raises(mw.PlanError, match="4 ranks, but 2 processes run; launch torchrun --nproc-per-node 4"):
         mw.compile(small(), mw.Mesh(dp=4, device="cpu"))
     part = slice(rank * 4, rank * 4 + 4)
-    compiled = mw.compile(
-        small(), mw.Mesh(dp=2, device="cpu"), loss=F.cross_entropy, inputs="local", clip_grad_norm=0.5
-    )
+    options = {"loss": F.cross_entropy, "inputs": "local", "clip_grad_norm": 0.5, "micro_batches": count}
+    compiled = mw.compile(small(), mw.Mesh(dp=2, device="cpu"), **options)  # type: ignore[arg-type]
+    if count > 1:
+        with pytest.raises(mw.MeshwrightError, match="3 rows on a rank cannot be cut"):
+            compiled.step(X[:3], target=Y[:3])
     loss = compiled.step(X[part], target=Y[part])
     return loss, compiled.grad_norm, compiled.gather("grads"), compiled.gather("buffers")
 
 
-def test_local_inputs_are_the_parts_of_one_batch():
+@pytest.mark.parametrize("count", [1, 2])
+def test_local_inputs_are_the_parts_of_one_batch(count: int):
     model = small()
     loss = F.cross_entropy(model(X), Y)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    for got_loss, got_norm, grads, buffers in run_ranks("test_processes:local_step", 2, timeout=200):
+    for got_loss, got_norm, grads, buffers in run_ranks("test_processes:local_step", 2, count, timeout=200):
         torch.testing.assert_close(got_loss, loss.detach())
         torch.testing.assert_close(got_norm, norm)
         for n, p in model.named_parameters():
