@@ -115,8 +115,11 @@ def _axis(plan: Plan, call: str, axis: str, told: set[tuple[Term, ...]]) -> Iter
 
 
 def _pin(plan: Plan, name: str) -> str:
-    pins = plan.facts.asked.get("pin") or {} if plan.facts is not None else {}
-    mine = [f"{pattern!r}: {text!r}" for pattern, text in pins.items() if fnmatch.fnmatchcase(name, pattern)]
+    asked = plan.facts.asked if plan.facts is not None else {}
+    pins = dict(asked.get("pinned", {}).get(name, ()))
+    if name in plan.resting:
+        pins = {p: text for p, text in (asked.get("pin") or {}).items() if fnmatch.fnmatchcase(name, p)}
+    mine = [f"{pattern!r}: {text!r}" for pattern, text in pins.items()]
     return f"pinned by {', '.join(mine)}" if mine else ""
 
 

@@ -36,7 +36,7 @@ class Facts:
     at_rest: per parameter the bytes that a rank holds of it between uses.
     whole: per parameter its bytes on one device.
     optimizer: per parameter the seconds of its optimizer step.
-    asked: what the user asked for: "zero", "memory", "pin".
+    asked: what the user asked for: "zero", "memory", "pin"; "pinned": per call that pins name, by any name, those pins.
     """
 
     seconds: Mapping[str, float]

@@ -312,6 +312,7 @@ def _finished(draft: Draft) -> Plan:
         modules=modules,
     )
     asked = {"zero": draft.options.zero, "memory": draft.options.memory, "pin": draft.options.pin}
+    asked["pinned"] = {n.name: pins for n, pins in draft.case.pins.items()}
     return with_facts(plan, draft.graph, draft.factored, **asked)
 
 

@@ -271,6 +271,12 @@ def test_a_pinned_parameter():
     assert "  pinned by '*.up.weight': '[o, i:tp]'\n  it may rest in no other way" in text
 
 
+@pytest.mark.parametrize("name", ["blocks.0.up", "op:gelu"])
+def test_pins_of_modules_and_ops_are_named(name: str):
+    plan = planned({"x": 2}, pin={name: "[b, s, h:x]"})
+    assert f"pinned by {name!r}: '[b, s, h:x]'" in "\n".join(plan.explain(c) for c in plan.choices)
+
+
 def test_what_memory_forces():
     """What is at rest in smaller parts than time alone would have it, and made again in backward."""
     plan = planned({"dp": 2, "tp": 2}, memory=32000)
