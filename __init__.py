@@ -12,6 +12,7 @@ import torch.nn as nn
 from .partitioner.calibration import Calibration
 from .partitioner.capture import capture
 from .partitioner.errors import CalibrationError, CaptureError, LawError, MeshwrightError, PlanError
+from .partitioner.given_stages import check_beside
 from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
@@ -113,6 +114,8 @@ def compile(
         mesh_now = request.mesh or fitted_mesh(mesh, graph)
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         resting = request.resting or (chosen and chosen.resting)
+        if chosen:
+            check_beside(chosen, schedule, micro_batches)
         stage = zero if request.zero is None else request.zero
         options = Options(zero=stage, memory=memory, pin=dict(pin or {}), resting=resting)
         if chosen and request.form == "step":
@@ -120,7 +123,8 @@ def compile(
         else:
             parts = micro_batches if request.form == "step" else 1
             graph, made = make_plan_in_time(graph, mesh_now, options, parts)
-            made = with_pipeline(graph, graph.factored, made, Asked(schedule, request.stages))
+            stages = request.stages or (chosen and chosen.stages)
+            made = with_pipeline(graph, graph.factored, made, Asked(schedule, micro_batches, stages))
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
     settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build)

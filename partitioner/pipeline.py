@@ -37,11 +37,13 @@ class Asked:
 
     Attributes:
         schedule: a name, a schedule's text, or "auto".
+        micro_batches: of a step.
         stages: of an earlier program of the same model, whose parameters stay where they are.
         starts: {module or call: the virtual stage that starts with it}.
     """
 
     schedule: str = "auto"
+    micro_batches: int = 1
     stages: Stages | None = None
     starts: Mapping[str, int] = field(default_factory=dict)
 
@@ -63,25 +65,35 @@ def with_pipeline(graph: Graph, factored: Factored, plan: Plan, asked: Asked) ->
     axis = pipeline_axis(plan.mesh)
     if axis is None:
         return plan
-    schedule = _schedule(asked, plan.mesh.sizes[axis], plan.micro_batches)
+    schedule = schedule_of(asked.schedule, plan.mesh.sizes[axis], asked.micro_batches)
+    placement = asked.stages.placement if asked.stages is not None else schedule.placement
     found = anchors(graph, factored)
-    cuts = _cuts(graph, plan, found, schedule, asked, axis)
-    stages = stages_of(graph, found, cuts, schedule.placement)
+    cuts = _cuts(graph, plan, found, len(placement), asked, axis)
+    stages = stages_of(graph, found, cuts, placement)
     return replace(plan, stages=stages, schedule=schedule if plan.micro_batches > 1 else None)
 
 
-def _schedule(asked: Asked, ranks: int, micro_batches: int) -> Schedule:
-    if asked.schedule in NAMES:
-        return generate(asked.schedule, ranks, micro_batches)
-    if asked.schedule == "auto":
+def schedule_of(asked: str, ranks: int, micro_batches: int) -> Schedule:
+    if asked in NAMES:
+        return generate(asked, ranks, micro_batches)
+    if asked == "auto":
         return generate("1f1b", ranks, micro_batches)
     try:
-        given = from_text(asked.schedule)
+        given = from_text(asked)
     except ScheduleError as fault:
         names = ", ".join(NAMES)
         raise PlanError(
-            f"schedule={asked.schedule[:40]!r} is none of auto, {names}, nor the text of a schedule: {fault}"
+            f"schedule={asked[:40]!r} is none of auto, {names}, nor the text of a schedule: {fault}"
         ) from fault
+    return followable(given, ranks, micro_batches)
+
+
+def followable(given: Schedule, ranks: int, micro_batches: int) -> Schedule:
+    """The computations of a schedule that was given, in its order.
+
+    Raises:
+        PlanError: it is for another number of ranks or micro-batches, or cannot be followed.
+    """
     if given.ranks != ranks or given.micro_batches != micro_batches:
         raise PlanError(
             f"the schedule is for {given.ranks} ranks and {given.micro_batches} micro-batches; "
@@ -96,8 +108,7 @@ def _schedule(asked: Asked, ranks: int, micro_batches: int) -> Schedule:
 
 
 # -- where to cut
-def _cuts(graph: Graph, plan: Plan, found: Anchors, schedule: Schedule, asked: Asked, axis: str) -> list[int]:
-    count = schedule.stages
+def _cuts(graph: Graph, plan: Plan, found: Anchors, count: int, asked: Asked, axis: str) -> list[int]:
     if asked.stages is not None:
         return _as_before(graph, found, asked.stages, count)
     fixed = _fixed(found, asked.starts, count)

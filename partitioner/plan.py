@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .errors import PlanError
+from .errors import PlanError, ScheduleError
 from .layout import Factor, Layout
 from .mesh import Mesh
 from .strategies import Choice
@@ -121,6 +121,8 @@ class Plan:
             "decomposed": list(self.decomposed),
             "notes": list(self.notes),
         }
+        body |= self.stages.to_body() if self.stages is not None else {}
+        body |= {"schedule": self.schedule.to_text().splitlines()} if self.schedule is not None else {}
         lines = [f"  {json.dumps(k)}: {_rows(v)}" for k, v in body.items()]
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -140,6 +142,9 @@ class Plan:
         if axes != dict(mesh.axes):
             here = dict(mesh.axes)
             raise PlanError(f"the plan was made for the mesh {axes}, this is {here}; plan again without plan=")
+        from .schedule import from_text
+        from .stages import Stages
+
         try:
             return cls(
                 mesh,
@@ -149,9 +154,11 @@ class Plan:
                 micro_batches=int(body["micro_batches"]),
                 again=frozenset(body["again"]),
                 decomposed=tuple(body["decomposed"]),
+                stages=Stages.from_body(body) if "cuts" in body else None,
+                schedule=from_text("\n".join(body["schedule"])) if "schedule" in body else None,
                 notes=tuple(body["notes"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as fault:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, ScheduleError) as fault:
             what = f"{type(fault).__name__}: {fault}"
             raise PlanError(f"this saved plan is damaged ({what}); plan again and save plan.to_text()") from fault
 

@@ -27,6 +27,7 @@ from .errors import PlanError
 from .factors import Factored, extended, factor_graph
 from .facts import with_facts
 from .given import Pins, check_pins, check_saved, pinned_calls
+from .given_stages import check_given
 from .graph import Graph, is_getitem, is_tensor, tensor_operands, where
 from .groups import contract, single
 from .joint import Builder
@@ -97,7 +98,7 @@ Decide = Callable[[Problem], list[int]]
 
 @dataclass
 class Draft:
-    """A plan in the making: what every call does, and how parameters rest."""
+    """A plan in the making: what every call does, and how parameters rest. `given`: the saved plan that it follows."""
 
     case: Case
     mesh: Mesh
@@ -110,6 +111,7 @@ class Draft:
     reasons: Reasons | None = None
     shares: bool = False
     notes: list[str] = field(default_factory=list)
+    given: Plan | None = None
 
     @property
     def graph(self) -> Graph:
@@ -200,7 +202,9 @@ def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Grap
         some = f"{len(missing)} calls differ, such as {missing[:3]}"
         raise PlanError(f"the plan is of another program: {some}; plan again")
     check_saved(graph, mesh, plan)
-    draft = Draft(Case(graph, factor_graph(graph, plan.resting), {}, plan.decomposed), mesh, options)
+    factored = factor_graph(graph, plan.resting)
+    check_given(graph, factored, plan)
+    draft = Draft(Case(graph, factored, {}, plan.decomposed), mesh, options, given=plan)
     draft.taken = {n: dict(plan.choices[n.name]) for n in graph.calls()}
     draft.params, draft.zero, draft.again = dict(plan.resting), plan.zero, plan.again
     draft.notes += _batch_notes(graph, mesh, plan.micro_batches)
@@ -298,11 +302,12 @@ def _batch_notes(graph: Graph, mesh: Mesh, micro_batches: int) -> list[str]:
 
 
 def _finished(draft: Draft) -> Plan:
-    modules = {n.name: (n.meta.get("module", ""), str(n.target), n.meta.get("where", "")) for n in draft.taken}
+    calls = list(draft.graph.calls())  # in program order, whichever way they were decided in
+    modules = {n.name: (n.meta.get("module", ""), str(n.target), n.meta.get("where", "")) for n in calls}
     whole_notes = [*_notes_of_unsplit(draft), *_notes_of_whole(draft)]
     plan = Plan(
         draft.mesh,
-        {n.name: by for n, by in draft.taken.items()},
+        {n.name: draft.taken[n] for n in calls},
         draft.params,
         zero=draft.zero,
         again=draft.again,
@@ -311,6 +316,8 @@ def _finished(draft: Draft) -> Plan:
         decisions=draft.reasons,
         modules=modules,
     )
+    if (given := draft.given) is not None:
+        plan = replace(plan, micro_batches=given.micro_batches, stages=given.stages, schedule=given.schedule)
     asked = {"zero": draft.options.zero, "memory": draft.options.memory, "pin": draft.options.pin}
     asked["pinned"] = {n.name: pins for n, pins in draft.case.pins.items()}
     return with_facts(plan, draft.graph, draft.factored, **asked)

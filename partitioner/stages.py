@@ -19,6 +19,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch.fx as fx
 
@@ -62,6 +63,22 @@ class Stages:
     @property
     def count(self) -> int:
         return len(self.placement)
+
+    def to_body(self) -> dict[str, Any]:
+        """The stages as plain lists, for a saved plan."""
+        return {
+            "cuts": list(self.cuts),
+            "placement": list(self.placement),
+            "stages": dict(self.of),
+            "stages_of_parameters": {name: list(on) for name, on in self.parameters.items()},
+        }
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> Stages:
+        """Read `to_body`; whether they are stages of a program is `pipeline.check_given`'s business."""
+        parameters = {name: tuple(map(int, on)) for name, on in body["stages_of_parameters"].items()}
+        of = {name: int(stage) for name, stage in body["stages"].items()}
+        return cls(tuple(body["cuts"]), tuple(map(int, body["placement"])), of, parameters)
 
 
 def anchors(graph: Graph, factored: Factored) -> Anchors:
