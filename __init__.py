@@ -105,26 +105,26 @@ def compile(
     def build(request: Request):
         """The whole story: capture, plan, lower."""
         graph = captured(request)
+        mesh_now = request.mesh or fitted_mesh(mesh, graph)
+        chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
+        if chosen:
+            check_beside(chosen, schedule, micro_batches)
+        often = chosen.micro_batches if chosen else micro_batches
+        parts = often if request.form == "step" else 1
         if inputs == "local":
             dims = batch_dims_of(graph)
             call = (request.args, request.kwargs, request.target)
-            parts = micro_batches if request.form == "step" else 1
             args, kwargs, target = grown(call, dims, data_ranks(mesh), parts)
             graph = replace(captured(replace(request, args=args, kwargs=kwargs, target=target)), batch=dims)
-        mesh_now = request.mesh or fitted_mesh(mesh, graph)
-        chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         resting = request.resting or (chosen and chosen.resting)
-        if chosen:
-            check_beside(chosen, schedule, micro_batches)
         stage = zero if request.zero is None else request.zero
         options = Options(zero=stage, memory=memory, pin=dict(pin or {}), resting=resting)
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
         else:
-            parts = micro_batches if request.form == "step" else 1
             graph, made = make_plan_in_time(graph, mesh_now, options, parts)
             stages = request.stages or (chosen and chosen.stages)
-            made = with_pipeline(graph, graph.factored, made, Asked(schedule, micro_batches, stages))
+            made = with_pipeline(graph, graph.factored, made, Asked(schedule, often, stages))
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
     settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build)
