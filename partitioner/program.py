@@ -33,11 +33,15 @@ def primitive(x: Any, step: Any) -> Any:
 
 @dataclass(frozen=True)
 class Collect:
-    """Something put together over micro-batches: the value `whole` from each one's `part`, by `step`."""
+    """Something put together over micro-batches: the value `whole` from each one's `part`, by `step`.
+
+    `fresh`: nothing else reads a part or shares its memory, so that further ones may be added to it in place.
+    """
 
     part: str
     whole: str
     step: Step
+    fresh: bool = False
 
 
 @dataclass(frozen=True)

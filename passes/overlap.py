@@ -172,7 +172,7 @@ def _shared_memory(draft: Draft) -> dict[fx.Node, list[fx.Node]]:
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in draft.graph.fx.nodes:
         root[node] = node
-        if node.op == "call_function" and node.target not in (start, wait) and _may_alias(node):
+        if node.op == "call_function" and node.target not in (start, wait) and may_alias(node):
             operands = [n for n in node.all_input_nodes if n.op != "output"]
             roots = {root[o] for o in operands}
             if len(roots) == 1:
@@ -188,7 +188,7 @@ def _shared_memory(draft: Draft) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def _may_alias(node: fx.Node) -> bool:
+def may_alias(node: fx.Node) -> bool:
     """Whether a call may return memory of an operand: by its schema, or because it is a plain function."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:

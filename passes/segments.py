@@ -28,6 +28,7 @@ from ..partitioner.send_recv import with_transfers
 from ..partitioner.stages import needed_on
 from ..partitioner.validate import validate
 from .draft import Draft
+from .overlap import may_alias
 from .pause import HANDED_OUT
 from .phases import Phases, phases
 
@@ -244,7 +245,7 @@ class _Cutter:
             draft.graph.constants,
         )
         timed = slot[0] % 2 == 1
-        joins = tuple(Collect(str(c.args[0]), c.name, c.args[1]) for c in collects)  # type: ignore[arg-type]
+        joins = tuple(_collect(c) for c in collects)
         made = replace(
             draft,
             graph=inner,
@@ -263,6 +264,13 @@ class _Cutter:
         phase, hop, stage, part = slot
         name = f"phase {phase}" + (f".{hop}" if hop else "")
         return name if self.plan.stages is None else f"{name} stage {stage}" + (f" {part}" if part else "")
+
+
+def _collect(node: fx.Node) -> Collect:
+    part, step = node.args
+    assert isinstance(part, fx.Node)
+    fresh = part.op == "call_function" and not is_getitem(part) and len(part.users) == 1 and not may_alias(part)
+    return Collect(part.name, node.name, step, fresh)  # type: ignore[arg-type]
 
 
 def _of_these(placed: Placement, new: dict[fx.Node, fx.Node], mine: set[fx.Node]) -> Placement:

@@ -51,7 +51,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Post:
-    """Send tensors to a rank; its n-th `Expect` of this one gets the n-th. They may be written to afterwards."""
+    """Send tensors to a rank; its n-th `Expect` of this one gets the n-th. They are not written to in this run."""
 
     to: int
     tensors: tuple[torch.Tensor, ...]

@@ -223,7 +223,7 @@ class InProcessComm:
         return _Handle(meeting, index)
 
     def _message(self, request: Post | Expect, rank: int, session: _Session) -> _Handle | None:
-        """One end of a message; what is sent is copied, for the sender may write to it."""
+        """One end of a message; what is sent is copied, so that ranks share no memory."""
         sends = isinstance(request, Post)
         pair = (rank, request.to) if sends else (request.source, rank)
         kind = ("send",) if sends else ("receive",)

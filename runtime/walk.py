@@ -3,8 +3,8 @@
 Values that differ from micro-batch to micro-batch are kept one for each, and all are let go of after their last use.
 What is put together over micro-batches grows as they come:
 
-    sum, max, min    the first is taken as it is, the second makes new memory, further ones are added in place;
-                     a sum below 32 bits is kept in float32 until the last
+    sum, max, min    the first is taken as it is, the second makes new memory unless the first is nobody else's,
+                     further ones are added in place; a sum below 32 bits is kept in float32 until the last
     parts of a dim   are kept, and joined after the last
 """
 
@@ -173,7 +173,10 @@ class Walk:
             kept[whole] = part
         elif i == 1:
             narrow = c.step.op == "sum" and part.dtype.is_floating_point and part.dtype.itemsize < 4
-            kept[whole] = first(kept[whole].float() if narrow else kept[whole], part)
+            if c.fresh and not narrow:
+                further(kept[whole], part)
+            else:
+                kept[whole] = first(kept[whole].float() if narrow else kept[whole], part)
         else:
             further(kept[whole], part)
         if i == self.count - 1:

@@ -89,8 +89,8 @@ def begin(start: Start, group: Group) -> Pending:
 
 
 def send(post: Post) -> Pending:
-    """Begin to send tensors to a rank, from memory of their own."""
-    kept = [x.clone(memory_format=_FLAT) for x in post.tensors]
+    """Begin to send tensors to a rank; they are kept, and must not be written to, until they have gone."""
+    kept = [x.contiguous() for x in post.tensors]
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, _real(x), post.to) for x in kept])
     return Pending(Group(None, (post.to,), 0, False), works, lambda: (), kept)
 
