@@ -17,10 +17,10 @@ from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
-from .partitioner.micro import make_plan_in_time
-from .partitioner.pipeline import Asked, with_pipeline
+from .partitioner.pipeline import Asked, stage_pins
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, replan
+from .partitioner.stage_search import plan_step
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checks import check_options, check_target
@@ -45,7 +45,7 @@ def compile(
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     zero: int | str = "auto",
-    micro_batches: int = 1,
+    micro_batches: int | str = "auto",
     schedule: str = "auto",
     clip_grad_norm: float | tuple[float, float] | None = None,
     memory: int | None = None,
@@ -67,12 +67,13 @@ def compile(
             optimizer.
         zero: ZeRO stage 0, 1, 2, 3, or "auto": the least that fits `memory`.
         micro_batches: parts of the batch that a step goes through one after another; the numbers stay those of the
-            whole batch.
-        schedule: of the pipeline: "auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of
-            a schedule of your own.
+            whole batch. "auto": 1 without a pipeline, else the best of some, at most 8 a rank of the pipeline.
+        schedule: of the pipeline: "auto" (the fastest in the simulator that fits `memory`), "gpipe", "1f1b",
+            "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of a schedule of your own.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
         memory: bytes a device may use.
-        pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}.
+        pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}; and
+            {module or call: "stage 2"}, the virtual stage of the pipeline that starts with it.
         plan: a saved plan (its text) or a `Plan` to follow instead of planning.
         batch_dims: {argument index or name: dim, or None}; by default dim 0 of the first tensor is the batch, and which
             other tensors carry it follows from the graph.
@@ -95,6 +96,7 @@ def compile(
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
+    layouts, starts = stage_pins(pin or {})
 
     def captured(request: Request) -> Graph:
         return capture(
@@ -110,6 +112,8 @@ def compile(
         if chosen:
             check_beside(chosen, schedule, micro_batches)
         often = chosen.micro_batches if chosen else micro_batches
+        if inputs == "local" and often == "auto":
+            often = 1  # how rows are dealt to ranks depends on it
         parts = often if request.form == "step" else 1
         if inputs == "local":
             dims = batch_dims_of(graph)
@@ -118,13 +122,12 @@ def compile(
             graph = replace(captured(replace(request, args=args, kwargs=kwargs, target=target)), batch=dims)
         resting = request.resting or (chosen and chosen.resting)
         stage = zero if request.zero is None else request.zero
-        options = Options(zero=stage, memory=memory, pin=dict(pin or {}), resting=resting)
+        options = Options(zero=stage, memory=memory, pin=layouts, resting=resting)
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
         else:
-            graph, made = make_plan_in_time(graph, mesh_now, options, parts)
             stages = request.stages or (chosen and chosen.stages)
-            made = with_pipeline(graph, graph.factored, made, Asked(schedule, often, stages))
+            graph, made = plan_step(graph, mesh_now, options, parts, Asked(schedule, often, stages, starts))
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
     settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build)

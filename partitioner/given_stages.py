@@ -67,11 +67,11 @@ def _on(where_: int | tuple[int, ...] | None) -> str:
     return f"stage {where_}" if isinstance(where_, int) else f"stages {', '.join(map(str, where_))}"
 
 
-def check_beside(plan: Plan, schedule: str, micro_batches: int) -> None:
+def check_beside(plan: Plan, schedule: str, micro_batches: int | str) -> None:
     """Raises:
     PlanError: options beside a given plan that say otherwise than it does. Defaults say nothing.
     """
-    if micro_batches not in (1, plan.micro_batches):
+    if micro_batches not in ("auto", plan.micro_batches):
         raise PlanError(
             f"micro_batches={micro_batches}, but the plan given by plan= has {plan.micro_batches}; leave "
             f"micro_batches= out, or plan again without plan="

@@ -43,20 +43,37 @@ def make_plan_in_time(graph: Graph, mesh: Mesh, options: Options, micro_batches:
         if in_time.decomposed:
             raise PlanError(f"calls {in_time.decomposed} were written out for micro-batches after all else was decided")
     choices = {name: {TIME: in_time.choices[name].get(TIME), **by} for name, by in plan.choices.items()}
-    told = set(wishes(plan, plan.facts)) if plan.facts is not None else set()
-    notes = tuple(n for n in plan.notes if n not in told)
-    timed = replace(plan, choices=choices, decomposed=done, micro_batches=micro_batches, notes=notes)
+    return graph, retimed(graph, replace(plan, choices=choices, decomposed=done), micro_batches)
+
+
+def retimed(graph: Graph, plan: Plan, micro_batches: int) -> Plan:
+    """The same decisions for so many micro-batches, with the facts of those."""
     assert graph.factored is not None and plan.facts is not None
-    return graph, with_facts(timed, graph, graph.factored, **plan.facts.asked)
+    told = set(wishes(plan, plan.facts))
+    notes = tuple(n for n in plan.notes if n not in told)
+    timed = replace(plan, micro_batches=micro_batches, notes=notes)
+    return with_facts(timed, graph, graph.factored, **plan.facts.asked)
+
+
+def can_be_cut(graph: Graph, mesh: Mesh, micro_batches: int) -> bool:
+    """Whether no rank of a data axis is without rows in any micro-batch."""
+    ranks = tuple(n for a, n in mesh.axes if n > 1 and mesh.role(a) == "data")
+    return all(never_empty(rows, (micro_batches, *ranks)) for rows in batch_sizes(graph))
+
+
+def batch_sizes(graph: Graph) -> list[int]:
+    """Rows of the batch, of each input that has them."""
+    pairs = zip(graph.placeholders, graph.inputs, strict=True)
+    at = [(n, graph.batch[int(r.name)]) for n, r in pairs if r.kind == "input"]
+    return [int(n.meta["val"].shape[dim]) for n, dim in at if dim is not None]
 
 
 def _check_sizes(graph: Graph, micro_batches: int) -> None:
     """Raises:
     PlanError: the batch has fewer rows than micro-batches, or some would be empty.
     """
-    for node, role in zip(graph.placeholders, graph.inputs, strict=True):
-        at = graph.batch[int(role.name)] if role.kind == "input" else None
-        if at is None or never_empty(n := int(node.meta["val"].shape[at]), (micro_batches,)):
+    for n in batch_sizes(graph):
+        if never_empty(n, (micro_batches,)):
             continue
         fits = max(m for m in range(1, micro_batches) if never_empty(n, (m,)))
         raise PlanError(

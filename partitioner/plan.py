@@ -52,6 +52,7 @@ class Plan:
         schedule: what each stage does in which order; None without a pipeline, or with one micro-batch.
         seconds: predicted seconds of compute and of communication in one step.
         notes: what is less parallel than asked, or costs more than one would think.
+        compared: the schedules that were compared for a pipeline, a line each: seconds of a step, bytes.
         decisions: per call and axis the `Decision`, worked out when asked for; None for a plan that was given.
         modules: per call its module, its op and the user's source line.
         gap: how far above the least the predicted cost can be, relative; None where that is not known.
@@ -69,6 +70,7 @@ class Plan:
     schedule: Schedule | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
     notes: tuple[str, ...] = ()
+    compared: tuple[str, ...] = field(default=(), compare=False)
     decisions: Reasons | None = field(default=None, repr=False, compare=False)
     modules: Mapping[str, tuple[str, str, str]] = field(default_factory=dict, repr=False, compare=False)
     gap: float | None = field(default=None, compare=False)

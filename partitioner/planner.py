@@ -49,7 +49,9 @@ from .tables import Tables
 class Options:
     """What the user asked of the planner; the words are those of `compile`.
 
-    `resting` is how parameters already lie on the ranks: a further program of the same model must take them so.
+    `resting` is how parameters already lie on the ranks: a further program of the same model must take them so. `held`:
+    of the bytes of parameters, and of those that backward reads, how much a rank holds at once, for `memory`: in a
+    pipeline a rank holds one stage, and few micro-batches are in flight.
     """
 
     zero: int | str = "auto"
@@ -57,6 +59,7 @@ class Options:
     pin: dict[str, str] = field(default_factory=dict)
     resting: Mapping[str, Layout] | None = None
     micro_batches: int = 1
+    held: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ def _tables(draft: Draft, every: bool, stage: int | str) -> Tables:
     graph, factored, options, pins = draft.graph, draft.factored, draft.options, draft.case.pins
     prices = Prices(draft.mesh)
     marked = marked_atoms(graph, factored, options.micro_batches)
-    tables = Tables(graph, factored, prices, again=stage == 3, shares=draft.case.shares)
+    tables = Tables(graph, factored, prices, again=stage == 3, shares=draft.case.shares, held=options.held)
     builder = Builder(graph, factored, prices, marked, {}, pins, grouped=not every, writes=draft.case.writes)
     alone = frozenset(pins) | {n for n in graph.calls() if n.meta.get("written")}
     for group in single(graph.calls()) if every else contract(graph, factored, alone):

@@ -163,3 +163,14 @@ def needed_on(graph: Graph, of: Mapping[str, int], count: int) -> dict[fx.Node, 
         else:
             found[node] = frozenset().union(*(found[u] for u in node.users if u.op != "output"))
     return found
+
+
+def parameters_read(graph: Graph, found: Anchors) -> list[set[str]]:
+    """Per forward call the parameters that it reads, itself or through what is made of them alone."""
+    known: dict[fx.Node, set[str]] = {}
+    for node, role in zip(graph.placeholders, graph.inputs, strict=True):
+        known[node] = {str(role.name)} if role.kind == "param" else set()
+    for node in graph.fx.nodes:
+        if node.op == "call_function" and found.of.get(node, 0) is None:
+            known[node] = set().union(*(known.get(x, set()) for x in node.all_input_nodes))
+    return [set().union(*(known.get(x, set()) for x in n.all_input_nodes)) for n in found.forward]

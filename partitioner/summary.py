@@ -20,9 +20,19 @@ WIDEST = 56
 
 def summary(plan: Plan) -> str:
     lines = [*_head(plan), *_sent(plan), *_resting(plan), *_modules(plan)]
+    if plan.compared:
+        starts = f"stages start with {', '.join(_starts(plan))}"
+        lines += ["pipeline", *(f"  {line}" for line in (starts, *plan.compared))]
     if plan.notes:
         lines += ["notes", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
+
+
+def _starts(plan: Plan) -> list[str]:
+    """Of every stage but the first, its first call and the module of that."""
+    assert plan.stages is not None
+    modules = {c: plan.modules.get(c, ("",))[0] for c in plan.stages.cuts}
+    return [f"{c} of {modules[c]}" if modules[c] else c or "nothing" for c in plan.stages.cuts]
 
 
 def _head(plan: Plan) -> list[str]:

@@ -73,9 +73,19 @@ class _Reads:
 
 class Tables:
     """Builds the `Problem`. `again`: parameters are gathered again for backward whatever memory costs (ZeRO-3).
-    `shares`: groups that read one parameter may share a reshard of it."""
+    `shares`: groups that read one parameter may share a reshard of it. `held`: of the bytes of parameters, and of what
+    backward reads, how much a rank holds at once (`Options.held`)."""
 
-    def __init__(self, graph: Graph, factored: Factored, prices: Prices, again: bool, shares: bool = True):
+    def __init__(
+        self,
+        graph: Graph,
+        factored: Factored,
+        prices: Prices,
+        again: bool,
+        shares: bool = True,
+        held: tuple[float, float] = (1.0, 1.0),
+    ):
+        self.held = held
         self.graph, self.factored, self.prices, self.again = graph, factored, prices, again
         self.shares = shares
         self.problem = Problem()
@@ -124,14 +134,14 @@ class Tables:
                 flags = tuple(m.node in saved or any(u in saved for u in m.node.users) for m in variable.members)
                 key = (id(variable.joint), flags)
                 if key not in known:
-                    known[key] = saved_bytes(variable.joint, variable.members, self.prices, saved)
+                    known[key] = self.held[1] * saved_bytes(variable.joint, variable.members, self.prices, saved)
             elif variable.resting is None:
                 found.append(np.zeros(len(self.problem.unary[len(found)])))
                 continue
             else:
                 key = (id(variable.resting), ())
                 if key not in known:
-                    known[key] = variable.resting.nbytes
+                    known[key] = self.held[0] * variable.resting.nbytes
             found.append(known[key])
         return found
 
@@ -252,11 +262,12 @@ class Tables:
         found: list[Copy] = []
         for value, g, h, have, wants in self._kept:
             for want in wants:
-                key = ("copy", id(have), id(want), itemsize(value), tuple(map(tuple, self.factored.dims[value])))
+                rests = value.op == "placeholder"
+                key = ("copy", rests, id(have), id(want), itemsize(value), tuple(map(tuple, self.factored.dims[value])))
                 if key not in self._copies:
                     seconds = self._spread(value, have, want)
                     held = local_bytes(self._lengths(value), itemsize(value), want, self.prices)[want.place]
-                    nbytes = np.where(seconds > FREE, held[None, :], 0.0)
+                    nbytes = np.where(seconds > FREE, self.held[not rests] * held[None, :], 0.0)
                     self._copies[key] = (seconds, nbytes)
                 seconds, nbytes = self._copies[key]
                 if nbytes.any():

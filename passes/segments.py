@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from ..partitioner.action import Action
-from ..partitioner.graph import Graph, Role, is_getitem
+from ..partitioner.graph import Graph, Role
+from ..partitioner.parts import parts
 from ..partitioner.placement import Placement
 from ..partitioner.post_ahead import post_ahead
 from ..partitioner.program import Act, Collect
@@ -115,29 +116,11 @@ class _Cutter:
 
     def _parts(self) -> dict[tuple[fx.Node, int], str]:
         """In loops, per node and stage: forward, on the way to another stage's gradients, or neither."""
-        out: dict[tuple[fx.Node, int], str] = {}
         if self.plan.stages is None:
-            return out
-        for node in reversed(self.nodes):
-            if self.when.of[node] % 2 == 0:
-                continue
-            for stage in self.stages(node):
-                out[node, stage] = self._part_of(node, stage, out)
-        for node in self.nodes:  # what a call gives leaves its segment one by one
-            for stage in self.stages(node) if is_getitem(node) and self.when.of[node] % 2 else ():
-                out[node, stage] = out[node.args[0], stage]  # type: ignore[index]
-        return out
-
-    def _part_of(self, node: fx.Node, stage: int, known: dict[tuple[fx.Node, int], str]) -> str:
-        p = self.when.of[node]
-        near = [u for u in node.users if self.when.of.get(u) == p]
-        here = [known[u, stage] for u in near if stage in self.stages(u)]
-        if node.name not in self.of:  # free: with the first that reads it
-            return min(here, key="FBW".index, default="F")
-        if not node.meta.get("backward"):
-            return "F"
-        sent = any(stage not in self.stages(u) for u in near)
-        return "B" if sent or "B" in here else "W"
+            return {}
+        phase = self.when.of
+        looped = [n for n in self.nodes if phase[n] % 2]
+        return parts(looped, self.of, self.stages, lambda a, b: phase.get(a) == phase.get(b))
 
     def slot(self, node: fx.Node, stage: int) -> Slot:
         return (self.when.of[node], self.hop[node], stage, self.part.get((node, stage), ""))

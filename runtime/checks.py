@@ -12,6 +12,7 @@ import torch.nn as nn
 from ..partitioner.errors import PlanError
 from ..partitioner.layout import parse
 from ..partitioner.mesh import Mesh
+from ..partitioner.pipeline import STAGE
 from ..partitioner.plan import Plan
 
 
@@ -56,8 +57,8 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if isinstance(given["zero"], bool) or given["zero"] not in (0, 1, 2, 3, "auto"):
         yield f"zero={given['zero']!r}: the ZeRO stage is 0, 1, 2, 3 or 'auto'"
     parts = given["micro_batches"]
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        yield f"micro_batches={parts!r}: give a whole number of at least 1"
+    if parts != "auto" and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
+        yield f"micro_batches={parts!r}: give a whole number of at least 1, or 'auto'"
     yield from _clip(given["clip_grad_norm"])
     memory = given["memory"]
     if memory is not None and not (_is_number(memory) and memory > 0):
@@ -109,6 +110,10 @@ def _pins(pin: Any, mesh: Mesh) -> Iterator[str]:
     for name, text in (pin or {}).items():
         if not isinstance(text, str):
             yield f"pin {name!r}: {text!r} is no layout text; write one like '[o:tp, i]'"
+            continue
+        if STAGE.fullmatch(text):
+            if not any(mesh.role(a) == "pipeline" and mesh.sizes[a] > 1 for a in mesh.names):
+                yield f"pin {name!r}: {text!r} is of a pipeline; the mesh {mesh} has no axis pp of more than one rank"
             continue
         try:
             dims, partial = parse(text)

@@ -215,6 +215,27 @@ WRONG = [
         lambda: step(pin={"0.wieght": "[o:tp, i]"}),
         "'0.wieght' names no parameter; '0.weight'",
     ),
+    Wrong("a pin of a stage without a pipeline", lambda: step(pin={"0": "stage 1"}), "'stage 1'; no axis pp"),
+    Wrong(
+        "a pin of a stage that there is not",
+        lambda: step(on=mesh(pp=2), micro_batches=2, schedule="1f1b", pin={"0": "stage 2"}),
+        "'stage 2'; stages 1 to 1",
+    ),
+    Wrong(
+        "a pin of a stage on a name that is not there",
+        lambda: step(on=mesh(pp=2), pin={"nothing": "stage 1"}),
+        "'nothing'; no module and no call of forward",
+    ),
+    Wrong(
+        "a pin of a stage that leaves none before it",
+        lambda: step(on=mesh(pp=2), pin={"0": "stage 1"}),
+        "not in the order of forward, or leave a stage empty",
+    ),
+    Wrong(
+        "memory= that no schedule fits",
+        lambda: step(on=mesh(pp=2), memory=100),
+        "memory=100; in any schedule compared; least peak found; more ranks",
+    ),
     Wrong("micro_batches=0", lambda: step(micro_batches=0), "micro_batches=0; at least 1"),
     Wrong("more micro-batches than rows", lambda: step(micro_batches=9), "batch of; micro_batches=9; fits"),
     Wrong(
