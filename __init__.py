@@ -67,7 +67,7 @@ def compile(
             optimizer.
         zero: ZeRO stage 0, 1, 2, 3, or "auto": the least that fits `memory`.
         micro_batches: parts of the batch that a step goes through one after another; the numbers stay those of the
-            whole batch. "auto": 1 without a pipeline, else the best of some, at most 8 a rank of the pipeline.
+            whole batch. "auto": 1 without a pipeline or with inputs="local", else the best of some.
         schedule: of the pipeline: "auto" (the fastest in the simulator that fits `memory`), "gpipe", "1f1b",
             "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of a schedule of your own.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
@@ -112,10 +112,9 @@ def compile(
         if chosen:
             check_beside(chosen, schedule, micro_batches)
         often = chosen.micro_batches if chosen else micro_batches
-        if inputs == "local" and often == "auto":
-            often = 1  # how rows are dealt to ranks depends on it
         parts = often if request.form == "step" else 1
         if inputs == "local":
+            parts = 1 if parts == "auto" else int(parts)  # how rows are dealt to ranks depends on it
             dims = batch_dims_of(graph)
             call = (request.args, request.kwargs, request.target)
             args, kwargs, target = grown(call, dims, data_ranks(mesh), parts)

@@ -71,9 +71,7 @@ class Candidate:
         return f"{self.name}: {seconds_text(self.seconds)} a step, at most {bytes_text(self.peak)} a rank"
 
 
-def plan_step(
-    graph: Graph, mesh: Mesh, options: Options, micro_batches: int | str, asked: Asked
-) -> tuple[Graph, Plan]:
+def plan_step(graph: Graph, mesh: Mesh, options: Options, micro_batches: int | str, asked: Asked) -> tuple[Graph, Plan]:
     """Everything that is decided of a step: layouts, micro-batches, stages, schedule.
 
     Args:
@@ -193,7 +191,11 @@ class _Search:
 
     def plan(self) -> Plan:
         best = self.best
-        return replace(best.plan, stages=best.stages, schedule=best.schedule, compared=tuple(self._lines(best)))
+        facts = best.plan.facts
+        assert facts is not None
+        facts = replace(facts, asked={**facts.asked, "memory": self.limit})
+        compared = tuple(self._lines(best))
+        return replace(best.plan, stages=best.stages, schedule=best.schedule, compared=compared, facts=facts)
 
     def _lines(self, best: Candidate) -> Iterator[str]:
         """What was compared: each schedule with as many micro-batches as chosen, the chosen one with others."""

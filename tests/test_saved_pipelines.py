@@ -93,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[Body], None], str]] = {
 
 @pytest.fixture(scope="module")
 def saved() -> tuple[mw.Compiled, dict[str, Any], str]:
-    first, batch = compiled("twice", {"pp": 2}, 2, micro_batches=2)
+    first, batch = compiled("twice", {"pp": 2}, 2, micro_batches=2, schedule="1f1b")
     return first, batch, first.plan.to_text()
 
 
