@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from ..partitioner.action import Action
-from ..partitioner.graph import Graph, Role
+from ..partitioner.graph import Graph, Role, is_getitem
 from ..partitioner.parts import parts
 from ..partitioner.placement import Placement
 from ..partitioner.post_ahead import post_ahead
