@@ -1,7 +1,7 @@
 """The microscope: one step on one device and on the whole mesh in this process, every tensor of every op compared.
 
-The captured graph is run on whole tensors; the rank graphs are run node by node, and each node's local tensors are put
-together by their layout. The first op whose tensor differs is named with its source line, so that a wrong rule or a
+The captured graph is run on whole tensors; the rank graphs are run node by node (`values.py`), and each node's local
+tensors, of all micro-batches, are put together by their layout. The first op whose tensor differs is named with its source line, so that a wrong rule or a
 wrong reduction is seen where it happens and not where the loss is printed. Eager PyTorch is compared too, where the
 program draws no random numbers: it tells a wrong capture from a wrong split.
 
@@ -17,14 +17,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.utils._pytree as pytree
-from torch.utils._pytree import tree_map
 
 from ..partitioner.errors import MeshwrightError
-from ..partitioner.layout import assemble, take_local
+from ..partitioner.layout import Layout
 from ..partitioner.program import Program
-from ..partitioner.transfer import start, wait
-from .comm import Start, Wait
-from .inprocess import InProcessComm
+from .values import Values, mesh_values, put_together, whole_values
 
 TOLERANCE = {
     torch.float64: (1e-10, 1e-12),
@@ -51,40 +48,6 @@ class Report:
         return f"{self.compared} tensors equal; largest relative difference {self.largest:.1e} ({self.where})"
 
 
-def whole_values(graph: fx.Graph, inputs: list[Any], constants: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Every node's value on one device, by name."""
-    env: dict[fx.Node, Any] = {}
-    given = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(given)
-        elif node.op == "get_attr":
-            env[node] = constants[str(node.target)]
-        elif node.op == "call_function":
-            args, kwargs = tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, (node.args, dict(node.kwargs)))
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return {n.name: v for n, v in env.items()}
-
-
-def rank_values(graph: fx.Graph, inputs: list[Any], constants: dict[str, torch.Tensor]) -> Iterator[Any]:
-    """A rank's program, run node by node; returns every node's local value, by name."""
-    env: dict[fx.Node, Any] = {}
-    given = iter(inputs)
-    for node in graph.nodes:
-        args, kwargs = tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, (node.args, dict(node.kwargs)))
-        if node.op == "placeholder":
-            env[node] = next(given)
-        elif node.op == "get_attr":
-            env[node] = constants[str(node.target)]
-        elif node.target is start:
-            env[node] = yield Start(args[0], args[1:], kwargs.get("where", ""))
-        elif node.target is wait:
-            env[node] = yield Wait(args[0])
-        elif node.op == "call_function":
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return {n.name: v for n, v in env.items()}
-
-
 def verify(compiled: Any, args: tuple, kwargs: dict[str, Any], target: Any) -> Report:
     """See `Compiled.verify`. Nothing of the compiled model changes.
 
@@ -98,7 +61,7 @@ def verify(compiled: Any, args: tuple, kwargs: dict[str, Any], target: Any) -> R
     inputs = [_input(role, values, tensors, compiled.steps) for role in program.captured.inputs]
     with torch.no_grad():
         want = whole_values(program.captured.fx, inputs, program.constants)
-        got = _mesh_values(program, inputs)
+        got = mesh_values(program, inputs)
         report = compare(program, want, got)
     _against_eager(compiled, program, want, args, kwargs, target)
     return report
@@ -110,40 +73,46 @@ def _input(role: Any, values: dict[str, torch.Tensor], tensors: list[torch.Tenso
     return tensors[int(role.name)] if role.kind == "input" else step
 
 
-def _mesh_values(program: Program, inputs: list[Any]) -> list[dict[str, Any]]:
-    mesh = program.mesh
-    programs = []
-    for rank in range(mesh.world_size):
-        local = [
-            take_local(x, layout, mesh, rank) if isinstance(x, torch.Tensor) and layout is not None else x
-            for x, layout in zip(inputs, program.input_layouts, strict=True)
-        ]
-        programs.append(rank_values(program.rank_graph(rank), local, program.constants))
-    return InProcessComm(mesh).run(programs)  # type: ignore[arg-type]
-
-
-def compare(program: Program, want: dict[str, Any], got: list[dict[str, Any]]) -> Report:
-    """Every captured tensor against the mesh's, in program order.
+def compare(program: Program, want: dict[str, Any], got: Values) -> Report:
+    """Every captured tensor against the mesh's, in program order, and what leaves; on every stage that has it.
 
     Raises:
         VerifyError: naming the first op that differs.
     """
     count, largest, at = 0, 0.0, "none"
-    for node in program.captured.fx.nodes:
-        whole, layout = want.get(node.name), program.layouts.get(node.name)
-        if layout is None or not isinstance(whole, torch.Tensor) or node.name not in got[0]:
+    for node, name, layout in _compared(program):
+        whole = want.get(node.name)
+        if layout is None or not isinstance(whole, torch.Tensor):
             continue
-        if any(not isinstance(n, int) for n in node.meta["val"].shape):
-            mesh_value = got[0][node.name]
-        else:
-            mesh_value = assemble([values[node.name] for values in got], layout, program.mesh)
-        far = difference(whole, mesh_value)
-        if far > 1.0:
-            raise VerifyError(_text(node, layout, whole, mesh_value))
-        count += 1
-        if far > largest:
-            largest, at = far, f"{node.name}, {node.meta.get('where') or node.meta.get('module') or node.target}"
+        for stage, mesh_value in _on_mesh(program, node, name, layout, got):
+            far = difference(whole, mesh_value)
+            if far > 1.0:
+                leaves = "" if name == node.name else f" as it leaves the program, {name}"
+                raise VerifyError(_text(node, f"{layout}{stage}{leaves}", whole, mesh_value))
+            count += 1
+            if far > largest:
+                largest, at = far, f"{node.name}, {node.meta.get('where') or node.meta.get('module') or node.target}"
     return Report(count, largest * TOLERANCE[torch.float32][0], at)
+
+
+def _compared(program: Program) -> Iterator[tuple[fx.Node, str, Layout | None]]:
+    """(captured node, its name on the mesh, its layout there): every node, then what leaves the program if it is put
+    together, or moved, on its way out."""
+    for node in program.captured.fx.nodes:
+        yield node, node.name, program.layouts.get(node.name)
+    outputs = zip(program.captured.output_values, program.graph.output_values, program.output_layouts, strict=True)
+    for node, made, layout in outputs:
+        if node is not None and made is not None and made.name != node.name:
+            yield node, made.name, layout
+
+
+def _on_mesh(
+    program: Program, node: fx.Node, name: str, layout: Layout, got: Values
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if all(isinstance(n, int) for n in node.meta["val"].shape):
+        return put_together(program, name, layout, got)
+    whole = next((v[name] for v in got if name in v), None)  # a size that depends on data: never split
+    return iter([] if whole is None else [("", whole)])
 
 
 def difference(want: torch.Tensor, got: torch.Tensor) -> float:

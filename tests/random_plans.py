@@ -17,6 +17,7 @@ from meshwright.partitioner.mesh import Mesh
 from meshwright.partitioner.plan import Plan
 from meshwright.partitioner.planner import Decide, Options, make_plan
 from meshwright.passes.lower import lower
+from meshwright.runtime import values as values_of
 from meshwright.runtime import verify
 from meshwright.runtime.autograd import Suspended
 from meshwright.runtime.inprocess import InProcessComm
@@ -253,8 +254,8 @@ def first_difference(subject: Subject, graph: Graph, plan: Plan) -> str:
     values = dict(subject.model.named_parameters()) | dict(subject.model.named_buffers())
     inputs = [verify._input(role, values, subject.tensors, 0) for role in program.captured.inputs]
     with torch.no_grad():
-        want = verify.whole_values(program.captured.fx, inputs, program.constants)
+        want = values_of.whole_values(program.captured.fx, inputs, program.constants)
         try:
-            return f"no op differs: {verify.compare(program, want, verify._mesh_values(program, inputs))}"
+            return f"no op differs: {verify.compare(program, want, values_of.mesh_values(program, inputs))}"
         except Exception as error:
             return f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from meshwright.partitioner.canonical import clean
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.graph import Graph
 from meshwright.partitioner.trace import trace
-from meshwright.runtime.verify import whole_values
+from meshwright.runtime.values import whole_values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO
