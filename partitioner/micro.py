@@ -19,27 +19,29 @@ from .facts import with_facts
 from .graph import Graph
 from .mesh import TIME, Mesh
 from .plan import Plan
-from .planner import Options, make_plan
+from .planner import Decide, Options, make_plan
 from .strategies import never_empty
 from .wishes import wishes
 
 
-def make_plan_in_time(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> tuple[Graph, Plan]:
+def make_plan_in_time(
+    graph: Graph, mesh: Mesh, options: Options, micro_batches: int, decide: Decide | None = None
+) -> tuple[Graph, Plan]:
     """`make_plan`, for a step that is run in so many micro-batches.
 
     Raises:
         PlanError: the batch has too few rows for so many micro-batches on this mesh.
     """
     if micro_batches == 1:
-        return make_plan(graph, mesh, options)
+        return make_plan(graph, mesh, options, decide)
     _check_sizes(graph, micro_batches)
     graph = replace(graph, factored=factor_graph(graph, options.resting))
     line, done = mesh.timeline(micro_batches), ()
-    graph, in_time = make_plan(graph, line, Options(zero=0))
-    graph, plan = make_plan(graph, mesh, replace(options, micro_batches=micro_batches))
+    graph, in_time = make_plan(graph, line, Options(zero=0), decide)
+    graph, plan = make_plan(graph, mesh, replace(options, micro_batches=micro_batches), decide)
     done += (*in_time.decomposed, *plan.decomposed)
     if plan.decomposed:  # the new calls have no choice in time yet; those of the others stay as they were
-        graph, in_time = make_plan(graph, line, Options(zero=0))
+        graph, in_time = make_plan(graph, line, Options(zero=0), decide)
         if in_time.decomposed:
             raise PlanError(f"calls {in_time.decomposed} were written out for micro-batches after all else was decided")
     choices = {name: {TIME: in_time.choices[name].get(TIME), **by} for name, by in plan.choices.items()}

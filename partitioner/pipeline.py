@@ -137,7 +137,13 @@ def schedule_of(asked: str, ranks: int, micro_batches: int | str) -> Schedule:
         PlanError: there is no such schedule, or it cannot be followed here.
     """
     if asked in NAMES:
-        return generate(asked, ranks, 1 if micro_batches == "auto" else int(micro_batches))
+        made = generate(asked, ranks, 1 if micro_batches == "auto" else int(micro_batches))
+        if not made.trains:
+            raise PlanError(
+                f"schedule={asked!r} has no backward, and a step needs one: leave it out; the compiled model called as "
+                f"the model runs forward alone"
+            )
+        return made
     try:
         given = from_text(asked)
     except ScheduleError as fault:

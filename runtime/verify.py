@@ -1,9 +1,9 @@
 """The microscope: one step on one device and on the whole mesh in this process, every tensor of every op compared.
 
 The captured graph is run on whole tensors; the rank graphs are run node by node (`values.py`), and each node's local
-tensors, of all micro-batches, are put together by their layout. The first op whose tensor differs is named with its source line, so that a wrong rule or a
-wrong reduction is seen where it happens and not where the loss is printed. Eager PyTorch is compared too, where the
-program draws no random numbers: it tells a wrong capture from a wrong split.
+tensors, of all micro-batches, are put together by their layout. The first op whose tensor differs is named with its
+source line, so that a wrong rule or a wrong reduction is seen where it happens and not where the loss is printed. Eager
+PyTorch is compared too, where the program draws no random numbers: it tells a wrong capture from a wrong split.
 
 Two tensors agree when |a - b| <= atol + rtol * max |b|, which allows for sums in another order.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ from meshwright.partitioner.capture import capture
 from meshwright.partitioner.elimination import Problem
 from meshwright.partitioner.graph import Graph
 from meshwright.partitioner.mesh import Mesh
+from meshwright.partitioner.micro import make_plan_in_time
 from meshwright.partitioner.plan import Plan
 from meshwright.partitioner.planner import Decide, Options, make_plan
+from meshwright.partitioner.schedules.generate import NAMES, generate
+from meshwright.partitioner.stages import anchors, stages_of
 from meshwright.passes.lower import lower
 from meshwright.runtime import values as values_of
 from meshwright.runtime import verify
@@ -205,10 +209,35 @@ def plan_of(subject: Subject, seed: int) -> tuple[Graph, Plan]:
     return make_plan(subject.graph.copy(), mesh, Options(zero=zero), randomly(seed))
 
 
+IN_TIME: list[tuple[dict[str, int], int]] = [
+    ({"x": 2}, 2), ({"pp": 2}, 2), ({"x": 2, "pp": 2}, 2), ({"x": 2, "y": 2}, 2), ({"pp": 3}, 2),
+    ({"dp": 2, "pp": 2}, 2), ({"x": 3}, 2), ({"pp": 2}, 1), ({"x": 2}, 3), ({"pp": 2}, 3),
+]  # fmt: skip
+"""Meshes and micro-batches, which a batch of 4 or 6 rows allows; 3 only one of 6."""
+
+
+def timed_plan_of(subject: Subject, seed: int) -> tuple[Graph, Plan]:
+    """A random plan with micro-batches, its stages cut anywhere."""
+    rows = next(len(t) for t in subject.tensors)
+    axes, count = IN_TIME[seed % (len(IN_TIME) if rows % 3 == 0 else len(IN_TIME) - 2)]
+    mesh = Mesh(**axes, device="cpu")  # type: ignore[arg-type]
+    options = Options(zero=seed % 4 if "dp" in axes else 0)
+    graph, plan = make_plan_in_time(subject.graph.copy(), mesh, options, count, randomly(seed))
+    if "pp" not in axes:
+        return graph, plan
+    assert graph.factored is not None
+    random, found = np.random.default_rng(seed), anchors(graph, graph.factored)
+    schedule = generate(str(random.choice([n for n in NAMES if n != "forward-only"])), axes["pp"], count)
+    places = random.choice(np.arange(1, len(found.forward)), schedule.stages - 1, replace=False)
+    stages = stages_of(graph, found, sorted(map(int, places)), schedule.placement)
+    return graph, replace(plan, stages=stages, schedule=schedule if count > 1 else None)
+
+
 def run(subject: Subject, graph: Graph, plan: Plan) -> dict[str, torch.Tensor | None]:
     """One step of a plan: loss, gradients and buffers, whole."""
     comm, cpu = InProcessComm(plan.mesh), torch.device("cpu")
-    state = State(subject.model, plan.resting, plan.mesh, comm, cpu)
+    homes = plan.stages.homes if plan.stages is not None else None
+    state = State(subject.model, plan.resting, plan.mesh, comm, cpu, homes)
     runner = Runner(lower(graph.copy(), plan, subject.form), state, comm, cpu)
     if subject.form == "step":
         (loss,) = runner.run(subject.tensors, 0)
@@ -220,9 +249,9 @@ def run(subject: Subject, graph: Graph, plan: Plan) -> dict[str, torch.Tensor | 
     return got | {f"buffer {n}": state.whole_buffer(n) for n in state.buffers}
 
 
-def complaint(subject: Subject, seed: int) -> str | None:
+def complaint(subject: Subject, seed: int, make: Callable[..., tuple[Graph, Plan]] = plan_of) -> str | None:
     """What is wrong with one random plan; None when it gives the numbers of one device."""
-    graph, plan = plan_of(subject, seed)
+    graph, plan = make(subject, seed)
     try:
         got = run(subject, graph, plan)
     except Exception as error:

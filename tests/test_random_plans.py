@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from random_plans import MODELS, Subject, complaint
+from random_plans import Subject, complaint, timed_plan_of
 
 QUICK = {"gpt": 6, "gqa": 8, "dropout": 5, "norms": 9, "convs": 9, "t5": 1, "moe": 2}
 SLOW = {"gpt": 24, "gqa": 40, "dropout": 27, "norms": 51, "convs": 51, "t5": 3, "moe": 4}
@@ -17,19 +17,31 @@ def subject(name: str, form: str = "step") -> Subject:
     return Subject(name, form)
 
 
-def chunks() -> list:
+def chunks(quick: dict[str, int], slow: dict[str, int]) -> list:
     tests = []
-    for name in MODELS:
-        for low, high, marks in ((0, QUICK[name], []), (QUICK[name], QUICK[name] + SLOW[name], [pytest.mark.slow])):
+    for name in quick:
+        for low, high, marks in ((0, quick[name], []), (quick[name], quick[name] + slow[name], [pytest.mark.slow])):
             for start in range(low, high, ONE_TEST):
                 seeds = range(start, min(start + ONE_TEST, high))
                 tests.append(pytest.param(name, seeds, marks=marks, id=f"{name}-{seeds[0]}-{seeds[-1]}"))
     return tests
 
 
-@pytest.mark.parametrize("name,seeds", chunks())
+@pytest.mark.parametrize("name,seeds", chunks(QUICK, SLOW))
 def test_a_random_plan_equals_one_device(name: str, seeds: range):
     found = [f"{name} seed {seed}: {why}" for seed in seeds if (why := complaint(subject(name), seed))]
+    assert not found, "\n".join(found)
+
+
+TIMED = {"gpt": 6, "gqa": 3, "dropout": 3, "norms": 8, "convs": 3}
+SLOW_TIMED = {"gpt": 26, "gqa": 29, "dropout": 21, "norms": 42, "convs": 29}
+"""Plans a model with micro-batches and stages."""
+
+
+@pytest.mark.parametrize("name,seeds", chunks(TIMED, SLOW_TIMED))
+def test_a_random_plan_with_micro_batches_and_stages(name: str, seeds: range):
+    one = subject(name)
+    found = [f"{name} seed {seed}: {why}" for seed in seeds if (why := complaint(one, seed, timed_plan_of))]
     assert not found, "\n".join(found)
 
 

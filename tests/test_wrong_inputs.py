@@ -249,6 +249,11 @@ WRONG = [
         "1 ranks; here are 2",
     ),
     Wrong(
+        "a schedule without a backward",
+        lambda: step(on=mesh(pp=2), micro_batches=2, schedule="forward-only"),
+        "no backward; leave it out",
+    ),
+    Wrong(
         "a schedule that leaves something out",
         lambda: step(on=mesh(pp=2), micro_batches=1, schedule="0: 0F0 0BW0\n1: 1F0"),
         "cannot be followed; 1B0",
