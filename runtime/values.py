@@ -102,7 +102,7 @@ def _walked(program: Program, rank: int, inputs: list[Any], found: Values) -> Ge
             timed = name in program.timed
             if micro_batch is not None or not timed:  # one read after the loop is known from there
                 found[at if timed else rank].setdefault(name, value)
-        return out
+        return tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in out)  # sums may be taken in place
 
     names = [n.name for n in program.graph.placeholders]
     results = yield from walk.run(dict(zip(names, inputs, strict=True)), run)
