@@ -5,7 +5,6 @@
     primitives-chain      every primitive starts from the layout its operand has
     one-wait              every started collective is waited for exactly once
     backward-after-pause  no forward node follows the pause
-    segments-chain        what a segment reads is an input or given by an earlier one
     local-shapes          a rank's local tensors have the shapes and dtypes their layouts give (on fake tensors)
 
 A violation is a defect of the compiler: the error names law, pass, node, neighbours and the user's source line.
@@ -27,7 +26,6 @@ from ..partitioner.layout import Layout, local_shape
 from ..partitioner.program import primitive
 from ..partitioner.transfer import pause, start, wait
 from .draft import Draft
-from .segments import Segmented
 
 
 def check(draft: Draft, after: str) -> None:
@@ -40,30 +38,6 @@ def check(draft: Draft, after: str) -> None:
     for law in draft.established:
         if law in _LAWS:
             _LAWS[law](draft, after)
-
-
-def check_segments(draft: Draft, cut: Segmented) -> None:
-    """Law `segments-chain`: on every index of the pipeline axis, what an act reads is an input of the program, or was
-    made or received before it; and what leaves the program is there in the end."""
-    nodes = {n.name: n for n in draft.graph.fx.nodes}
-    inputs = {n.name for n in draft.graph.placeholders}
-    for rank, acts in enumerate(cut.acts):
-        known = set(inputs)
-        for act in acts:
-            part = cut.parts[act.segment] if act.kind == "run" else None
-            reads = part.reads if part else act.values if act.kind == "send" else ()
-            for name in reads:
-                at = draft.plan.micro_batches - 1 if act.micro_batch is None else act.micro_batch
-                if name not in known and (name, at) not in known:
-                    why = f"{part.name if part else act.kind} of stage rank {rank} reads it before it is there"
-                    raise _broken("segments-chain", "segments", nodes[name], why)
-            made = (*part.gives, *(c.whole for c in part.collects)) if part else act.values
-            known |= {(name, act.micro_batch) if name in cut.timed else name for name in made}
-        for value, role in zip(draft.graph.output_values, draft.graph.outputs, strict=True):
-            stages = draft.plan.stages
-            away = role.kind == "grad" and stages and rank not in stages.homes[str(role.name)]
-            if value is not None and not away and value.name not in known and value.op != "get_attr":
-                raise _broken("segments-chain", "segments", value, f"it is not on stage rank {rank} in the end")
 
 
 def _broken(law: str, after: str, node: fx.Node, why: str) -> LawError:

@@ -3,7 +3,7 @@
     insert_reshards   every operand gets the layout its call needs             (layouts-agree)
     expand_reshards   each reshard becomes its primitives                      (primitives-chain)
     insert_pause      outputs leave between forward and backward, if asked     (backward-after-pause)
-    segments          with micro-batches: a graph for every phase              (segments-chain)
+    segments          with micro-batches or stages: a graph for every phase    (act_laws.py)
     start_early       collectives start early, wait late, small ones together  (one-wait)
 
 then, a rank at a time and only when asked for, `localize.rank_graph`          (local-shapes)
@@ -24,6 +24,7 @@ from ..partitioner.mesh import Mesh
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program, Segment
 from . import dump, laws
+from .act_laws import check_acts
 from .draft import Draft, start
 from .expand import expand_reshards
 from .localize import on_device, rank_graph
@@ -60,7 +61,7 @@ def lower(
         laws.check(start_early(draft), start_early.__name__)
         return _program(captured, draft, Segmented(), device)
     cut = segments(draft)
-    laws.check_segments(draft, cut)
+    check_acts(draft, cut)
     for part in cut.parts:
         laws.check(start_early(part.draft), start_early.__name__)
     return _program(captured, draft, cut, device)

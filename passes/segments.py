@@ -8,7 +8,7 @@ In a loop the schedule says what a rank does next; between loops a segment runs 
 that another stage reads is sent once to each such stage: with the forward or the gradients of its micro-batch, or, if
 it is from an earlier phase, before the first segment that reads it.
 
-Law `segments-chain`: every value that a segment reads is on its rank by then.
+Laws: `act_laws.py`.
 """
 
 from __future__ import annotations

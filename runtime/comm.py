@@ -15,7 +15,7 @@ out of the list (`take`). Results never share memory with the tensors given, nor
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,6 +102,10 @@ class Comm(Protocol):
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
         """Run to the end; the values they return."""
+        ...
+
+    def prepare_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make ready for messages from the first rank of each pair to the second. Every process calls it alike."""
         ...
 
     def run_until_pause(self, programs: Sequence[Program]) -> list[Any]:

@@ -67,6 +67,7 @@ class DistributedComm:
         self._process_groups: dict[tuple[int, ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self._sending: list[tuple[Pending, str, int]] = []
+        self._pairs: dict[tuple[int, int], Any] = {}
         self.prepare(_first_sets(mesh))
 
     @property
@@ -87,11 +88,26 @@ class DistributedComm:
                     if self.backend == "nccl" and self.rank in ranks:
                         dist.barrier(made)  # NCCL joins a group at its first call, which all members must make
 
+    def prepare_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make ready for messages from the first rank of each pair to the second. Every rank must call it alike.
+
+        NCCL does what one group is asked in order, each send waiting for its receive, so every direction between two
+        ranks gets a group; gloo needs none.
+        """
+        for pair in sorted(set(pairs) - self._pairs.keys()) if self.backend == "nccl" else ():
+            self._pairs[pair] = dist.new_group(sorted(pair), backend=self.backend, timeout=_delta(self.timeout))
+
+    def _messages(self, source: int, to: int) -> Any:
+        """The process group for messages between two ranks: that of all ranks, which has this comm's timeout."""
+        return self._pairs.get((source, to)) or self._process_groups.get(tuple(range(self.mesh.world_size)))
+
     def close(self) -> None:
         """Leave the process groups: peers that still wait for this rank get an error at once."""
         mine = [made for ranks, made in self._process_groups.items() if self.rank in ranks]
         self._process_groups.clear()
         self._groups.clear()
+        mine += [made for pair, made in self._pairs.items() if self.rank in pair]
+        self._pairs.clear()
         for made in mine:
             dist.destroy_process_group(made)
 
@@ -179,7 +195,8 @@ class DistributedComm:
         count_sent(self.sent[self.rank], request)
         try:
             self._sending = [s for s in self._sending if not s[0].done]
-            self._sending.append((send(request), str(request), request.to))
+            group = self._messages(self.rank, request.to)
+            self._sending.append((send(request, group), str(request), request.to))
         except RuntimeError as error:
             raise PeerError(self._failed(str(request), (request.to,), error)) from error
 
@@ -187,7 +204,8 @@ class DistributedComm:
         """Begin to receive."""
         text = str(request)
         try:
-            return _Handle(receive(request, self.rank, self.backend == "nccl"), text)
+            group = self._messages(request.source, self.rank)
+            return _Handle(receive(request, self.rank, group, self.backend == "nccl"), text)
         except RuntimeError as error:
             raise PeerError(self._failed(text, (request.source,), error)) from error
 

@@ -7,7 +7,7 @@ start of one rank meets the n-th of the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,6 +112,9 @@ class InProcessComm:
             _close(session)
             raise MeshwrightError(f"ranks {paused} paused; run_until_pause and resume run programs that pause")
         return [r.value for r in session.ranks]
+
+    def prepare_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Nothing to make ready."""
 
     def run_until_pause(self, programs: Sequence[Program]) -> list[Any]:
         """Run until each pauses or ends; the values they paused with or returned."""

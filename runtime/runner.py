@@ -12,7 +12,7 @@ from ..partitioner.layout import take_local
 from ..partitioner.program import Program, Segment
 from .comm import Comm
 from .execute import RankProgram, compile_rank
-from .state import State
+from .state import State, pipeline_ranks
 from .walk import Walk
 
 RankRun = Callable[[list[Any]], Generator[Any, Any, Any]]
@@ -26,6 +26,7 @@ class Runner:
         self.program, self.state, self.comm, self.device = program, state, comm, device
         constants = {name: t.to(device) for name, t in program.constants.items()}
         make = _in_segments if program.segments else _at_one_go
+        comm.prepare_pairs(_pairs(program))
         self.ranks = [make(program, r, constants) for r in comm.ranks]
 
     def _inputs(self, index: int, rank: int, tensors: list[torch.Tensor], step: int, local: bool) -> list[Any]:
@@ -88,6 +89,15 @@ def add_grad(p: torch.Tensor, grad: torch.Tensor) -> None:
         p.grad = grad.reshape(p.shape).to(p.device)
     else:
         p.grad.add_(grad.to(p.grad.device))
+
+
+def _pairs(program: Program) -> set[tuple[int, int]]:
+    """The ranks that messages go between, sender first."""
+    found = set()
+    for rank in range(program.mesh.world_size) if program.segments else ():
+        line = pipeline_ranks(program.mesh, rank)
+        found |= {(rank, line[act.peer]) for act in program.acts(rank) if act.kind == "send"}
+    return found
 
 
 def _at_one_go(program: Program, rank: int, constants: dict[str, torch.Tensor]) -> RankRun:

@@ -23,7 +23,7 @@ from meshwright.partitioner.transfer import (
     zero_unless_first,
 )
 from meshwright.partitioner.transitions import transitions
-from meshwright.runtime.comm import Pause, Start, Wait
+from meshwright.runtime.comm import Expect, Pause, Post, Start, Wait
 from meshwright.runtime.faults import DeadlockError, MeshwrightError, MismatchError, RankError
 from meshwright.runtime.inprocess import InProcessComm
 
@@ -268,6 +268,50 @@ def test_a_deadlock_names_what_every_rank_waits_for():
     text = str(caught.value)
     assert "rank 0 waits for all_reduce(sum) over p of float32[4] at model.py:3" in text
     assert "not started by ranks 1" in text and "rank 1 has ended" in text
+
+
+def test_messages_between_two_ranks():
+    mesh = _mesh2()
+
+    def sends():
+        x = torch.ones(2)
+        yield Post(1, (x, x + 1))
+        yield Post(1, (x + 2,))
+
+    def receives():
+        first = yield Expect(0, (((2,), torch.float32),) * 2)
+        second = yield Expect(0, (((2,), torch.float32),))
+        (c,), (a, b) = (yield Wait(second)), (yield Wait(first))
+        return [a.tolist(), b.tolist(), c.tolist()]
+
+    comm = InProcessComm(mesh)
+    assert comm.run([sends(), receives()])[1] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert comm.sent[0]["send"] == (2, 24) and not comm.sent[1]
+
+
+def test_a_message_that_nobody_sends_is_a_deadlock():
+    def waits():
+        yield Wait((yield Expect(0, (((2,), torch.float32),), where="model.py:4")))
+
+    def ends():
+        return None
+        yield
+
+    with pytest.raises(DeadlockError) as caught:
+        InProcessComm(_mesh2()).run([ends(), waits()])
+    assert "rank 1 waits for receive of float32[2] from rank 0 at model.py:4" in str(caught.value)
+    assert "not started by ranks 0" in str(caught.value)
+
+
+def test_a_message_of_another_shape_names_both_ends():
+    def sends():
+        yield Post(1, (torch.ones(3),), where="model.py:5")
+
+    def receives():
+        yield Wait((yield Expect(0, (((2,), torch.float32),), where="model.py:6")))
+
+    with pytest.raises(MismatchError, match=r"send of float32\[3\].*model.py:5.*receive of float32\[2\].*model.py:6"):
+        InProcessComm(_mesh2()).run([sends(), receives()])
 
 
 def test_a_cycle_of_waits_is_a_deadlock():

@@ -14,7 +14,7 @@ from meshwright.partitioner.collective import Step
 from meshwright.partitioner.layout import Factor, Layout, take_local
 from meshwright.partitioner.mesh import Mesh
 from meshwright.partitioner.transfer import sent_bytes, transfer_of
-from meshwright.runtime.comm import Pause, Start, Wait
+from meshwright.runtime.comm import Expect, Pause, Post, Start, Wait
 from meshwright.runtime.distributed import DistributedComm
 from meshwright.runtime.faults import MeshwrightError, PeerError, RankError
 from meshwright.runtime.inprocess import InProcessComm
@@ -217,6 +217,36 @@ def test_a_fault_of_one_rank_is_an_error_on_the_other_that_names_the_line(how):
         assert one.value[:2] == ("RankError", "rank 1: ArithmeticError: bad")
     if how == "kill":
         assert one.exit_code == 9
+
+
+def run_no_message(rank, world, how):
+    """Rank 1 waits for a message that rank 0 never sends, or sends otherwise than is expected."""
+    comm = DistributedComm(Mesh(p=world, device="cpu"), timeout=3)
+
+    def sends():
+        yield Post(1, (torch.arange(3.0),), where="model.py:7")
+        if how == "never":
+            time.sleep(8)
+        return None
+
+    def waits():
+        (x,) = yield Wait((yield Expect(0, (((3,), torch.float32),), where="model.py:7")))
+        if how == "never":
+            yield Wait((yield Expect(0, (((3,), torch.float32),), where="model.py:8")))
+        return x.tolist()
+
+    begin = time.monotonic()
+    try:
+        return comm.run([waits() if rank else sends()])
+    except MeshwrightError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+
+
+def test_messages_arrive_and_one_that_does_not_ends_in_time():
+    assert run_outcomes(run_no_message, 2, "once")[1].value == [[0.0, 1.0, 2.0]]
+    name, text, took = run_outcomes(run_no_message, 2, "never")[1].value
+    assert name == "PeerError" and took < 10
+    assert "rank 1: receive of float32[3] from rank 0 at model.py:8 failed" in text
 
 
 def run_wrong_mesh(rank, world):
