@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.errors import LawError
 from meshwright.partitioner.mesh import Mesh
-from meshwright.partitioner.micro import make_plan_in_time
-from meshwright.partitioner.pipeline import Asked, with_pipeline
+from meshwright.partitioner.pipeline import Asked
 from meshwright.partitioner.planner import Options
 from meshwright.partitioner.program import Act
+from meshwright.partitioner.stage_search import plan_step
 from meshwright.passes.act_laws import check_acts, endless
 from meshwright.passes.draft import Draft, start
 from meshwright.passes.lower import WHOLE
@@ -28,8 +28,8 @@ def cut() -> tuple[Draft, Segmented]:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     x, y = torch.randn(6, 6), torch.arange(6) % 4
     graph = capture(model, (x,), {}, target=y, loss=F.cross_entropy)
-    graph, plan = make_plan_in_time(graph, Mesh(pp=2, device="cpu"), Options(), 3)
-    draft = start(graph, with_pipeline(graph, graph.factored, plan, Asked("1f1b", 3, starts={"2": 1})), "step", False)
+    graph, plan = plan_step(graph, Mesh(pp=2, device="cpu"), Options(), 3, Asked("1f1b", 3, starts={"2": 1}))
+    draft = start(graph, plan, "step", False)
     for run in WHOLE:
         draft = run(draft)
     return draft, segments(draft)
