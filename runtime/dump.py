@@ -6,21 +6,43 @@ from pathlib import Path
 
 import torch.fx as fx
 
-from ..partitioner.program import Program
-from .runner import Runner
+from ..partitioner.grid import grid
+from ..partitioner.program import Act, Program
+from .runner import Runner, sources
 
 
 def write(runners: dict, program: Program, folder: Path) -> None:
-    """plan.txt, plan.json, the program after each pass, program.dot, and each held rank's generated Python."""
+    """plan.txt, plan.json, the program after each pass, program.dot, and each held rank's generated Python.
+
+    With micro-batches or stages also acts.txt, what each rank does in order, and schedule.txt, with its grid.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.txt").write_text(str(program.plan) + "\n")
     (folder / "plan.json").write_text(program.plan.to_text())
     (folder / "program.dot").write_text(dot(program))
     for name, body in program.dumps().items():
         (folder / f"{name}.txt").write_text(body)
+    if program.segments:
+        (folder / "acts.txt").write_text("".join(_acts(program, rank) for rank in range(program.mesh.world_size)))
+    if (schedule := program.plan.schedule) is not None:
+        (folder / "schedule.txt").write_text(f"{schedule.to_text()}\n{grid(schedule)}")
     runner: Runner | None = next((r for r in runners.values() if r.program is program), None)
     for rank in runner.ranks if runner else ():
-        (folder / f"{rank.name}.py").write_text(rank.source)
+        for name, source in sources(rank).items():
+            (folder / f"{name.replace(' ', '_')}.py").write_text(source)
+
+
+def _acts(program: Program, rank: int) -> str:
+    """What a rank does, a line each: `0 phase 1 stage 0 F`, `0 send tanh -> pp 1`, with the micro-batch in front."""
+    return "\n".join([f"rank {rank}", *(f"  {_act(program, act)}" for act in program.acts(rank))]) + "\n"
+
+
+def _act(program: Program, act: Act) -> str:
+    at = "-" if act.micro_batch is None else str(act.micro_batch)
+    if act.kind == "run":
+        return f"{at} {program.segments[act.segment].name}"
+    end = {"send": f" -> stage rank {act.peer}", "receive": f" <- stage rank {act.peer}"}.get(act.kind, "")
+    return f"{at} {act.kind} {', '.join(act.values)}".rstrip() + end
 
 
 def dot(program: Program) -> str:

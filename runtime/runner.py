@@ -25,7 +25,7 @@ class Runner:
     def __init__(self, program: Program, state: State, comm: Comm, device: torch.device):
         self.program, self.state, self.comm, self.device = program, state, comm, device
         constants = {name: t.to(device) for name, t in program.constants.items()}
-        make = _in_segments if program.segments else _at_one_go
+        make = _InSegments if program.segments else _at_one_go
         comm.prepare_pairs(_pairs(program))
         self.ranks = [make(program, r, constants) for r in comm.ranks]
 
@@ -104,18 +104,32 @@ def _at_one_go(program: Program, rank: int, constants: dict[str, torch.Tensor]) 
     return compile_rank(program.rank_graph(rank), f"rank{rank}", constants)
 
 
-def _in_segments(program: Program, rank: int, constants: dict[str, torch.Tensor]) -> RankRun:
-    walk, names = Walk(program, rank), [n.name for n in program.graph.placeholders]
-    mine = {act.segment for act in walk.acts if act.kind == "run"}
-    compiled = {i: _of_micro_batches(program, program.segments[i], rank, constants) for i in sorted(mine)}
+class _InSegments:
+    """One rank's program of segments; `parts`: per segment its program for each micro-batch."""
 
-    def run(segment: int, micro_batch: int | None, given: list[Any]) -> Generator[Any, Any, Any]:
-        return compiled[segment][micro_batch or 0](given)
+    def __init__(self, program: Program, rank: int, constants: dict[str, torch.Tensor]):
+        self.walk, self.names = Walk(program, rank), [n.name for n in program.graph.placeholders]
+        mine = {act.segment for act in self.walk.acts if act.kind == "run"}
+        self.parts = {i: _of_micro_batches(program, program.segments[i], rank, constants) for i in sorted(mine)}
 
-    def program_of(inputs: list[Any]) -> Generator[Any, Any, Any]:
-        return walk.run(dict(zip(names, inputs, strict=True)), run)
+    def __call__(self, inputs: list[Any]) -> Generator[Any, Any, Any]:
+        return self.walk.run(dict(zip(self.names, inputs, strict=True)), self._run)
 
-    return program_of
+    def _run(self, segment: int, micro_batch: int | None, given: list[Any]) -> Generator[Any, Any, Any]:
+        return self.parts[segment][micro_batch or 0](given)
+
+
+def sources(run: RankRun) -> dict[str, str]:
+    """A rank's generated Python by name; of a segment one for each group of micro-batches that share it."""
+    if isinstance(run, RankProgram):
+        return {run.name: run.source}
+    assert isinstance(run, _InSegments)
+    out: dict[str, str] = {}
+    for parts in run.parts.values():
+        for i, part in enumerate(parts):
+            if part not in parts[:i]:
+                out[part.name + (f" from micro-batch {i}" if i else "")] = part.source
+    return out
 
 
 def _of_micro_batches(
