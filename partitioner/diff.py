@@ -28,10 +28,21 @@ def _head(one: Plan, other: Plan) -> list[str]:
         return f"{plan.mesh} of {plan.mesh.device.name} over {', '.join(link.name for _, link in plan.mesh.links)}"
 
     pairs = [("mesh", mesh(one), mesh(other)), ("zero", str(one.zero), str(other.zero))]
+    pairs.append(("micro-batches", str(one.micro_batches), str(other.micro_batches)))
+    pairs.append(("schedule", _schedule(one), _schedule(other)))
+    pairs.append(("stages start with", _starts(one), _starts(other)))
     if one.facts is not None and other.facts is not None:
         for what, a, b in zip(("compute", "communication"), one.seconds, other.seconds, strict=True):
             pairs.append((what, seconds_text(a), seconds_text(b)))
     return [f"{what}: {a} -> {b}" for what, a, b in pairs if a != b]
+
+
+def _schedule(plan: Plan) -> str:
+    return plan.schedule.name if plan.schedule is not None else "none"
+
+
+def _starts(plan: Plan) -> str:
+    return ", ".join(plan.stages.cuts) if plan.stages is not None else "none"
 
 
 def _sent(one: Plan, other: Plan) -> list[str]:

@@ -19,6 +19,7 @@ from .fold import MODEL, Folder
 from .layout import Layout
 from .plan import Plan
 from .reasons import Next, Term
+from .stage_text import stage_of_call
 from .traffic import Moved
 from .units import bytes_text, seconds_text
 
@@ -88,6 +89,7 @@ def _call(plan: Plan, call: str, told: set[tuple[Term, ...]]) -> list[str]:
     lines = [f"{_named(call)} = {op} of {_named(module or MODEL)}" + (f", at {where}" if where else "")]
     if took is not None:
         lines.append(f"  {seconds_text(took)} of compute" if took else "  a view: costs nothing")
+    lines += stage_of_call(plan, call)
     for axis in plan.choices[call]:
         lines += _axis(plan, call, axis, told)
     lines += [f"  needs {line}" for line in _needs(plan, call)]

@@ -11,6 +11,7 @@ from typing import Any
 from .doing import by_module
 from .fold import Folder
 from .plan import Plan
+from .stage_text import stage_lines
 from .traffic import Moved, Total, Traffic
 from .units import bytes_text, seconds_text
 
@@ -23,6 +24,7 @@ def summary(plan: Plan) -> str:
     if plan.compared:
         starts = f"stages start with {', '.join(_starts(plan))}"
         lines += ["pipeline", *(f"  {line}" for line in (starts, *plan.compared))]
+    lines += stage_lines(plan)
     if plan.notes:
         lines += ["notes", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
