@@ -3,6 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/plan_time.py                       # Llama-3-8B shapes, 4 to 80 layers, 3 meshes
     OMP_NUM_THREADS=1 python benchmarks/plan_time.py --big                 # Llama-3-405B shapes, 126 layers, 8 x 8 x 8
     OMP_NUM_THREADS=1 python benchmarks/plan_time.py --others              # encoder-decoder, experts, convolutions, ...
+    OMP_NUM_THREADS=1 python benchmarks/plan_time.py --pipeline            # Llama-3-70B shapes, pp8 x dp8 x tp8, h100
+
+`--pipeline` searches stages and schedule too, for 64 micro-batches and for as many as are best, batch 1024 x 8192;
+*plan* is all of that search, its reports included.
 
 No weights are allocated. Each row is a process of its own. *plan* is everything between the captured graph and the
 choices; *report* is what `plan.summary()` shows (traffic, notes); *lower* makes the mesh-wide program. Free axes.
@@ -126,13 +130,55 @@ def measure(model: str, layers: int, mesh: str) -> dict[str, Any]:
     return row | {"gap": plan.gap, "seconds": sum(plan.seconds), "peak": peak_mb()}
 
 
+def pipeline(micro_batches: str) -> dict[str, Any]:
+    """CPU seconds of capture, of everything that is decided of a pipeline, and of lowering."""
+    import meshwright as mw
+    import torch
+    from meshwright.partitioner.capture import capture
+    from meshwright.partitioner.pipeline import Asked
+    from meshwright.partitioner.planner import Options
+    from meshwright.partitioner.stage_search import plan_step
+    from meshwright.passes.lower import lower
+
+    ids = torch.empty(1024, SEQUENCE, dtype=torch.int64, device="meta")
+    model, clock = llama("70b", 80), time.process_time
+    start = clock()
+    graph = capture(model, (), {"input_ids": ids, "labels": ids}, loss=lambda out, target: out.loss)
+    captured = clock()
+    count = micro_batches if micro_batches == "auto" else int(micro_batches)
+    mesh = mw.Mesh(pp=8, dp=8, tp=8, device="h100")
+    graph, plan = plan_step(graph, mesh, Options(), count, Asked())
+    planned = clock()
+    lower(graph, plan)
+    row = {"capture": captured - start, "plan": planned - captured, "lower": clock() - planned}
+    return row | {"compared": plan.compared, "peak": peak_mb()}
+
+
+def pipelines() -> None:
+    print("| micro_batches | capture | plan | capture + plan | lower | peak MB |")
+    print("|---|---|---|---|---|---|")
+    for one in ("64", "auto"):
+        command = [sys.executable, __file__, "--one", f"pipeline:{one}"]
+        r = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        times = (r["capture"], r["plan"], r["capture"] + r["plan"], r["lower"])
+        row = f"| {one} | {' | '.join(f'{x:.1f}' for x in times)} | {r['peak']} |"
+        print(row, *r["compared"], sep="\n  ", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--big", action="store_true")
     parser.add_argument("--others", action="store_true")
+    parser.add_argument("--pipeline", action="store_true")
     parser.add_argument("--rows", nargs="*", help="model:layers:mesh, such as 8b:32:8x8")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.pipeline:
+        pipelines()
+        return
+    if options.one and options.one.startswith("pipeline:"):
+        print(json.dumps(pipeline(options.one.partition(":")[2])))
+        return
     if options.one:
         model, layers, mesh = options.one.split(":")
         print(json.dumps(measure(model, int(layers), mesh)))

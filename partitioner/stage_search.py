@@ -2,8 +2,8 @@
 
     step         simulated seconds of the schedule on the stages cut for it + the longest of what ranks do once
     fits         peak bytes of every rank <= memory, resident and in flight
-    chosen       of those that fit and take at most `CLOSE` longer than the fastest: the fewest micro-batches, then the
-                 least peak
+    chosen       of those that fit (without a limit: that the device can hold, if any), and take at most `CLOSE` longer
+                 than the fastest, the one with the least peak, then the fewest micro-batches
 
 Where nothing fits, more micro-batches are tried, if their number is free, and then the planner is asked for plans that
 hold less (`Options.held`).
@@ -170,9 +170,11 @@ class _Search:
 
     @property
     def best(self) -> Candidate:
-        fastest = min(c.seconds for c in self.fitting)
-        close = [c for c in self.fitting if c.seconds <= fastest * (1 + CLOSE)]
-        return min(close, key=lambda c: (c.schedule.micro_batches, c.peak, c.seconds))
+        room = self.fitting[0].plan.mesh.device.memory
+        held = [c for c in self.fitting if c.peak <= room] or self.fitting
+        fastest = min(c.seconds for c in held)
+        close = [c for c in held if c.seconds <= fastest * (1 + CLOSE)]
+        return min(close, key=lambda c: (c.peak, c.schedule.micro_batches, c.seconds))
 
     def _candidate(self, cutter: Cutter, schedule: Schedule) -> Candidate:
         open_ = cutter.stages(schedule.placement)
@@ -194,8 +196,12 @@ class _Search:
         facts = best.plan.facts
         assert facts is not None
         facts = replace(facts, asked={**facts.asked, "memory": self.limit})
-        compared = tuple(self._lines(best))
-        return replace(best.plan, stages=best.stages, schedule=best.schedule, compared=compared, facts=facts)
+        device, compared = best.plan.mesh.device, tuple(self._lines(best))
+        made = replace(best.plan, stages=best.stages, schedule=best.schedule, compared=compared, facts=facts)
+        if best.peak <= device.memory:
+            return made
+        much = f"{bytes_text(best.peak)} in {best.name}, {device.name} has {bytes_text(device.memory)}"
+        return replace(made, notes=(*made.notes, f"a rank holds {much}: memory= asks for a plan that fits"))
 
     def _lines(self, best: Candidate) -> Iterator[str]:
         """What was compared: each schedule with as many micro-batches as chosen, the chosen one with others."""
