@@ -70,8 +70,9 @@ stage and a micro-batch between F and W, per rank. *Bubble*: the share of time t
 SEARCH = """
 ## Stages found
 
-`benchmarks/stage_search.py`: the cut found against the even split of layers, 1F1B, 8 micro-batches, planned for a CPU and
-run on two gloo processes that took turns, medians of 6, on two cores under a load of 5.6. Wall time there little; the CPU time of the busier process is what a free machine would wait for.
+`benchmarks/stage_search.py`: the cut found against the even split of layers, 1F1B, 8 micro-batches, planned for a CPU
+and run on two gloo processes that took turns, medians of 6, on two cores under a load of 5.6. Wall time tells little
+there; the CPU time of the busier process is what a free machine would wait for.
 
 | model | stage 1 starts in | simulated ms, even | found | ratio | wall ratio | busier CPU ms, even | found | ratio |
 |---|---|---|---|---|---|---|---|---|
