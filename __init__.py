@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn as nn
 from .partitioner.calibration import Calibration
 from .partitioner.capture import capture
 from .partitioner.errors import CalibrationError, CaptureError, LawError, MeshwrightError, PlanError
-from .partitioner.given_stages import check_beside
+from .partitioner.given_stages import check_beside, check_layouts_beside
 from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
@@ -34,13 +35,14 @@ __all__ = [
     "PlanError", "VerifyError", "calibrate", "clip_grad_norm_", "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
+log = logging.getLogger("meshwright")
 
 
 def compile(
     model: nn.Module,
     mesh: Any,
     *,
-    args: tuple = (),
+    args: tuple | list = (),
     kwargs: dict[str, Any] | None = None,
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
@@ -91,8 +93,9 @@ def compile(
     mesh = mesh_here(mesh)
     check_loss(loss)
     check_options(
-        model, mesh, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches, schedule=schedule,
-        clip_grad_norm=clip_grad_norm, memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, seed=seed,
+        model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
+        schedule=schedule, clip_grad_norm=clip_grad_norm, memory=memory, pin=pin, plan=plan, batch_dims=batch_dims,
+        seed=seed,
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
@@ -111,6 +114,7 @@ def compile(
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         if chosen:
             check_beside(chosen, schedule, micro_batches)
+            check_layouts_beside(chosen, zero, memory, pin or {})
         often = chosen.micro_batches if chosen else micro_batches
         parts = often if request.form == "step" else 1
         if inputs == "local":
@@ -133,7 +137,9 @@ def compile(
     compiled = Compiled(model, mesh, device, settings)
     given = dict(kwargs or {})
     target = given.pop("target", None)
-    if (args or given) and not (needs_target(loss) and target is None):
+    if (args or given) and needs_target(loss) and target is None:
+        log.warning("not planned before the first step: the loss takes a target, and kwargs={'target': ...} has none")
+    elif args or given:
         compiled.trace(*args, target=target, **given)
     return compiled
 

@@ -6,6 +6,8 @@ damaged or edited cannot put a call where what it reads is not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .errors import PlanError
 from .factors import Factored
 from .graph import Graph
@@ -65,6 +67,23 @@ def _on(where_: int | tuple[int, ...] | None) -> str:
     if where_ is None:
         return "no stage"
     return f"stage {where_}" if isinstance(where_, int) else f"stages {', '.join(map(str, where_))}"
+
+
+def check_layouts_beside(plan: Plan, zero: int | str, memory: int | None, pin: Mapping[str, str]) -> None:
+    """Raises:
+    PlanError: options beside a given plan that it does not follow. Defaults say nothing.
+    """
+    if zero not in ("auto", plan.zero) and not (zero == 2 and plan.zero == 1):
+        raise PlanError(
+            f"zero={zero}, but the plan given by plan= has zero={plan.zero}; leave zero= out, or plan again without "
+            f"plan="
+        )
+    said = [f"pin={dict(pin)}"] * bool(pin) + [f"memory={memory}"] * (memory is not None)
+    if said:
+        raise PlanError(
+            f"{' and '.join(said)} beside plan=: a given plan is followed as it is, nothing is decided again; leave "
+            f"{' and '.join(one.split('=')[0] + '=' for one in said)} out, or plan again without plan="
+        )
 
 
 def check_beside(plan: Plan, schedule: str, micro_batches: int | str) -> None:

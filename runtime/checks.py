@@ -45,6 +45,8 @@ def check_target(loss: Callable | None, target: Any) -> None:
 def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"model must be a torch.nn.Module, not {type(model).__name__}; put a function in a module's forward"
+    if not isinstance(given["args"], (tuple, list)):
+        yield f"args= is a tuple of the call's arguments, not {type(given['args']).__name__}: write args=(x,)"
     loss = given["loss"]
     if callable(loss) and not (takes(loss, 1) or takes(loss, 2)):
         yield "loss= must take (output) or (output, target); give its other arguments defaults or bind them by a lambda"

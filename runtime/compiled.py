@@ -167,8 +167,21 @@ class Compiled:
             self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device, homes)
             if self.optimizer:
                 self.optimizer.attach(self._state)
+        self._check_homes(program)
         check_agreement(program, self.comm, self.device)
         return Runner(program, self._state, self.comm, self.device)
+
+    def _check_homes(self, program: Program) -> None:
+        """Raises:
+        PlanError: the program reads parameters on stages where an earlier one has not placed them.
+        """
+        stages, state = program.plan.stages, self._have_state()
+        away = [n for n, on in stages.homes.items() if not {*on} <= {*(state.homes[n] or on)}] if stages else []
+        if away:
+            raise PlanError(
+                f"{len(away)} parameters, such as {away[0]}, would be read by stages where an earlier program of this "
+                f"model has not placed them: make the step the first call, or pin where stages start"
+            )
 
     def _have_state(self) -> State:
         if self._state is None:

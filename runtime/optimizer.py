@@ -39,6 +39,10 @@ class RankView:
         for _, p in self.named_parameters():
             yield p
 
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """Its parameters, so that `optimizer=torch.optim.AdamW` does what it says."""
+        return self.parameters()
+
 
 class Optimizers:
     """One optimizer a held rank, stepped together. Made when the shards are: at the first call."""

@@ -9,6 +9,7 @@ import meshwright as mw
 import pytest
 import torch
 from pipeline_models import MODELS, adamw, rows_for
+from torch import nn
 
 
 def compiled(name: str, axes: dict[str, int], count: int, **options: Any) -> tuple[mw.Compiled, dict[str, Any]]:
@@ -133,3 +134,19 @@ def test_a_schedule_beside_a_plan_without_a_pipeline():
     first, batch = compiled("twice", {"dp": 2}, 2, micro_batches=2)
     with pytest.raises(mw.PlanError, match="has no pipeline"):
         mw.compile(first.model, first.mesh, kwargs=batch, plan=first.plan, schedule="1f1b")
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"memory": 10**9}, {"pin": {"*": "[a]"}}], ids=str)
+def test_what_a_given_plan_does_not_follow_is_refused(options: dict[str, Any]):
+    """It was ignored in silence."""
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    plan = mw.compile(model, mw.Mesh(dp=2, device="cpu"), args=(x,), loss=lambda y: y.sum(), zero=0).plan
+    with pytest.raises(mw.PlanError, match=f"{next(iter(options))}=.* plan="):
+        mw.compile(model, mw.Mesh(dp=2, device="cpu"), args=(x,), loss=lambda y: y.sum(), plan=plan, **options)
+
+
+def test_an_optimizer_class_is_a_function_that_makes_one():
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)
+    compiled = mw.compile(model, mw.Mesh(dp=2, device="cpu"), loss=lambda y: y.sum(), optimizer=torch.optim.AdamW)
+    compiled.step(x)
+    assert not torch.equal(compiled.gather("params")["weight"], model.weight)

@@ -236,6 +236,11 @@ WRONG = [
         lambda: step(on=mesh(pp=2), memory=100),
         "memory=100; in any schedule compared; least peak found; more ranks",
     ),
+    Wrong(
+        "args= that is no tuple",
+        lambda: mw.compile(mlp(), mesh(dp=2), args=torch.ones(4, 6)),  # type: ignore[arg-type]
+        "args=; tuple; args=(x,)",
+    ),
     Wrong("micro_batches=0", lambda: step(micro_batches=0), "micro_batches=0; at least 1"),
     Wrong("more micro-batches than rows", lambda: step(micro_batches=9), "batch of; micro_batches=9; fits"),
     Wrong(
