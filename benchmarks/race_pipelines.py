@@ -117,7 +117,7 @@ def ours(schedule: str, **axes: int) -> Callable[[Config], Job]:
         replicas = axes.get("dp", 1)
         ranks = dist.get_world_size() // replicas
         parts = micro_batches(config, ranks, replicas)
-        return Ours(config, mw.Mesh(pp=ranks, **axes), micro_batches=parts, schedule=schedule, zero=0)
+        return Ours(config, mw.Mesh(pp=ranks, **axes), micro_batches=parts, schedule=schedule, zero=0)  # type: ignore[arg-type]
 
     return make
 
