@@ -151,7 +151,7 @@ class Work:
         out = [0.0] * len(self.found.forward)
         for node, number in what.items():
             at = self.found.of.get(node)
-            if at is not None:
+            if at is not None and out:  # a program may have no forward call of its own
                 out[at] += number
         return out
 
@@ -164,7 +164,7 @@ class Work:
             seen |= names
         for (node, _), extra in self.held.items():
             at = self.found.of.get(node)
-            if at is not None:
+            if at is not None and out:
                 out[at] += extra
         return out
 
