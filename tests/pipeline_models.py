@@ -42,12 +42,12 @@ class Untied(GPT):
 class EncoderDecoder(nn.Module):
     """Every decoder layer reads what the encoder gives; one embedding serves both."""
 
-    def __init__(self, d: int = 12, vocab: int = 13):
+    def __init__(self, d: int = 12, vocab: int = 13, heads: int = 2, layers: int = 2):
         super().__init__()
         self.tokens = nn.Embedding(vocab, d)
-        self.encoder = nn.ModuleList(Block(d, 2, 2, 0.0) for _ in range(2))
-        self.decoder = nn.ModuleList(Block(d, 2, 2, 0.0) for _ in range(2))
-        self.cross = nn.ModuleList(nn.MultiheadAttention(d, 2, batch_first=True) for _ in range(2))
+        self.encoder = nn.ModuleList(Block(d, heads, heads, 0.0) for _ in range(layers))
+        self.decoder = nn.ModuleList(Block(d, heads, heads, 0.0) for _ in range(layers))
+        self.cross = nn.ModuleList(nn.MultiheadAttention(d, heads, batch_first=True) for _ in range(layers))
         self.head = nn.Linear(d, vocab)
 
     def forward(self, ids: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pipeline_models import EncoderDecoder
 from random_plans import Block
 from torch import nn
 
@@ -26,27 +27,6 @@ class HeavyHead(nn.Module):
         x = self.tokens(ids)
         for block in self.blocks:
             x = block(x, None)
-        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
-
-
-class LongEncoder(nn.Module):
-    """Four encoder layers over a long text, four decoder layers over a short one, each with cross attention."""
-
-    def __init__(self, d: int = D):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, d)
-        self.encoder = nn.ModuleList(Block(d, HEADS, HEADS, 0.0) for _ in range(4))
-        self.decoder = nn.ModuleList(Block(d, HEADS, HEADS, 0.0) for _ in range(4))
-        self.cross = nn.ModuleList(nn.MultiheadAttention(d, HEADS, batch_first=True) for _ in range(4))
-        self.head = nn.Linear(d, VOCAB)
-
-    def forward(self, ids: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h, x = self.tokens(ids), self.tokens(out)
-        for block in self.encoder:
-            h = block(h, None)
-        for block, cross in zip(self.decoder, self.cross, strict=True):
-            x = block(x, None)
-            x = x + cross(x, h, h, need_weights=False)[0]
         return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
 
 
@@ -88,7 +68,10 @@ def _ids(rows: int, length: int, vocab: int = VOCAB) -> torch.Tensor:
 
 MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "head of 4 layers": lambda n: (HeavyHead(), {"ids": _ids(n, 64), "y": _ids(n, 64)}),
-    "encoder-decoder": lambda n: (LongEncoder(), {"ids": _ids(n, 128), "out": _ids(n, 32), "y": _ids(n, 32)}),
+    "encoder-decoder": lambda n: (
+        EncoderDecoder(D, VOCAB, HEADS, layers=4),  # a long text in, a short one out
+        {"ids": _ids(n, 128), "out": _ids(n, 32), "y": _ids(n, 32)},
+    ),
     "every third of experts": lambda n: (EveryThird(), {"ids": _ids(n, 64), "y": _ids(n, 64)}),
 }
 """From a number of rows to a model and a batch."""

@@ -332,6 +332,8 @@ def test_side_actions_are_legal():
         1: 1RECV_F0<0 1F0 1BW0 1REDUCE 1SEND_B0>0
     """
     validate(from_text(text))
+    with pytest.raises(ScheduleError):  # what comes back must have gone
+        validate(from_text(text.replace(" 0OFFLOAD0", "")))
 
 
 def test_all_faults_of_a_law_at_once():
