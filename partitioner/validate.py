@@ -115,11 +115,14 @@ def _not_once(checked: _Checked) -> Iterator[str]:
             for action, times in Counter(order).items():
                 if times > 1 and action.kind not in ("UNSHARD", "RESHARD"):
                     yield f"rank {rank}, {action}: stands {times} times"
+    # Forward calls first: one backward action too many in a schedule without any makes all others of backward missing.
     for stage, rank in enumerate(schedule.placement):
-        ways = _expected_transfers(checked, stage)
         for micro in range(schedule.micro_batches):
             if (stage, "F", micro, None) not in at:
                 yield f"rank {rank}, {Action(stage, 'F', micro)}: missing"
+    for stage, rank in enumerate(schedule.placement):
+        ways = _expected_transfers(checked, stage)
+        for micro in range(schedule.micro_batches):
             if schedule.trains:
                 yield from _backward_not_once(at, rank, stage, micro)
             for kind, back, other in ways:

@@ -1,17 +1,27 @@
-"""Golden texts: `assert golden("name.txt", text)` in a test; `pytest --update-golden` writes them anew."""
+"""Golden texts: `assert golden("name.txt", text)` in a test; `pytest --update-golden` writes them anew.
+
+Property tests draw the same examples in every run, so that a change alone can make one fail. New examples are looked for
+on purpose: `HYPOTHESIS_PROFILE=search pytest ...`.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
 
 torch.set_num_threads(1)
+
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("search", derandomize=False, deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -208,6 +208,14 @@ def test_any_wrong_action_is_named(data):
     assert str(right) in str(error.value) or str(wrong) in str(error.value)
 
 
+def test_a_backward_call_in_a_schedule_without_any_is_named():
+    """What it makes missing in all other stages does not push it out of the error."""
+    schedule = with_transfers(generate("forward-only", 3, 4))
+    line = tuple(Action(2, "B", 1) if a == Action(2, "F", 1) else a for a in schedule.orders[2])
+    with pytest.raises(ScheduleError, match="rank 2, 2F1: missing"):
+        validate(replace(schedule, orders=(*schedule.orders[:2], line)))
+
+
 def test_receives_are_posted_ahead():
     """In the steady state both ranks come to receive before they send: what blocks would never end."""
     schedule = post_ahead(with_transfers(generate("1f1b", 2, 3)))
