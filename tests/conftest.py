@@ -1,7 +1,7 @@
 """Golden texts: `assert golden("name.txt", text)` in a test; `pytest --update-golden` writes them anew.
 
-Property tests draw the same examples in every run, so that a change alone can make one fail. New examples are looked for
-on purpose: `HYPOTHESIS_PROFILE=search pytest ...`.
+Property tests draw the same examples in every run, so that only a change can make one fail. New examples are looked
+for on purpose: `HYPOTHESIS_PROFILE=search pytest ...`.
 """
 
 from __future__ import annotations
