@@ -18,6 +18,7 @@ from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
+from .partitioner.offload import Offload, offload_of
 from .partitioner.pipeline import Asked, stage_pins
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, replan
@@ -31,8 +32,8 @@ from .runtime.optimizer import clip_grad_norm as _clip
 from .runtime.verify import VerifyError
 
 __all__ = [
-    "Calibration", "CalibrationError", "CaptureError", "Compiled", "LawError", "Mesh", "MeshwrightError", "Plan",
-    "PlanError", "VerifyError", "calibrate", "clip_grad_norm_", "compile",
+    "Calibration", "CalibrationError", "CaptureError", "Compiled", "LawError", "Mesh", "MeshwrightError", "Offload",
+    "Plan", "PlanError", "VerifyError", "calibrate", "clip_grad_norm_", "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
 log = logging.getLogger("meshwright")
@@ -49,6 +50,7 @@ def compile(
     zero: int | str = "auto",
     micro_batches: int | str = "auto",
     schedule: str = "auto",
+    offload: str | Offload = "none",
     clip_grad_norm: float | tuple[float, float] | None = None,
     memory: int | None = None,
     pin: dict[str, str] | None = None,
@@ -72,6 +74,8 @@ def compile(
             whole batch. "auto": 1 without a pipeline or with inputs="local", else the best of some.
         schedule: of the pipeline: "auto" (the fastest in the simulator that fits `memory`), "gpipe", "1f1b",
             "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of a schedule of your own.
+        offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there; or an
+            `Offload` that says how much of it.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
         memory: bytes a device may use.
         pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}; and
@@ -94,8 +98,8 @@ def compile(
     check_loss(loss)
     check_options(
         model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
-        schedule=schedule, clip_grad_norm=clip_grad_norm, memory=memory, pin=pin, plan=plan, batch_dims=batch_dims,
-        seed=seed,
+        schedule=schedule, offload=offload, clip_grad_norm=clip_grad_norm, memory=memory, pin=pin, plan=plan,
+        batch_dims=batch_dims, seed=seed,
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
@@ -133,7 +137,7 @@ def compile(
             graph, made = plan_step(graph, mesh_now, options, parts, Asked(schedule, often, stages, starts))
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
-    settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build)
+    settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build, offload_of(offload))
     compiled = Compiled(model, mesh, device, settings)
     given = dict(kwargs or {})
     target = given.pop("target", None)

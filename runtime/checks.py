@@ -12,6 +12,7 @@ import torch.nn as nn
 from ..partitioner.errors import PlanError
 from ..partitioner.layout import parse
 from ..partitioner.mesh import Mesh
+from ..partitioner.offload import offload_faults
 from ..partitioner.pipeline import STAGE
 from ..partitioner.plan import Plan
 
@@ -61,6 +62,7 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     parts = given["micro_batches"]
     if parts != "auto" and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
         yield f"micro_batches={parts!r}: give a whole number of at least 1, or 'auto'"
+    yield from offload_faults(given["offload"], optimizer)
     yield from _clip(given["clip_grad_norm"])
     memory = given["memory"]
     if memory is not None and not (_is_number(memory) and memory > 0):

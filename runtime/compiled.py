@@ -16,12 +16,14 @@ import torch.utils._pytree as pytree
 from ..partitioner.errors import MeshwrightError, PlanError
 from ..partitioner.explain import explain
 from ..partitioner.mesh import Mesh
+from ..partitioner.offload import Offload
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
 from ..partitioner.stages import Stages
 from .agree import check_agreement
 from .autograd import Suspended, Through
 from .comm import Comm
+from .host import OffloadReport
 from .initialise import initialise
 from .launch import comm_for
 from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
@@ -59,6 +61,7 @@ class Settings:
     local_inputs: bool = False
     seed: int = 0
     build: Callable[[Request], Program] = field(default=None)  # type: ignore[assignment]
+    offload: Offload = Offload()
 
 
 class Compiled:
@@ -75,7 +78,7 @@ class Compiled:
         self._comm: Comm | None = None
         self._zero: int | None = None
         self._stages: Stages | None = None
-        self.optimizer = Optimizers(settings.optimizer) if settings.optimizer else None
+        self.optimizer = Optimizers(settings.optimizer, settings.offload) if settings.optimizer else None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
         self._state: State | None = None
@@ -287,6 +290,18 @@ class Compiled:
 
     def eval(self) -> Compiled:
         return self.train(False)
+
+    @property
+    def offload_report(self) -> OffloadReport:
+        """Bytes on the host and on the device, and what steps have copied between them.
+
+        Raises:
+            MeshwrightError: there is no optimizer, or nothing is placed yet.
+        """
+        self._have_state()
+        if self.optimizer is None:
+            raise MeshwrightError("offload_report is of the optimizer's state: pass optimizer=lambda m: ... to compile")
+        return self.optimizer.report()
 
     # -- the plan
     @property

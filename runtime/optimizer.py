@@ -16,8 +16,10 @@ import torch
 import torch.nn as nn
 
 from ..partitioner.errors import MeshwrightError
+from ..partitioner.offload import Offload
 from ..partitioner.transfer import Transfer
 from .comm import Start, Wait
+from .host import HostShards, OffloadReport, added
 from .state import State, pipeline_ranks
 
 ELEMENTWISE = (
@@ -27,13 +29,13 @@ ELEMENTWISE = (
 
 
 class RankView:
-    """What an optimizer factory is given: this rank's shards under the model's own names."""
+    """What an optimizer factory is given: this rank's shards under the model's own names, or host copies of them."""
 
-    def __init__(self, state: State, index: int):
-        self._state, self._index = state, index
+    def __init__(self, state: State, index: int, host: HostShards | None = None):
+        self._state, self._index, self._host = state, index, host
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._state.all_of(self._index)
+        yield from self._host.named_parameters() if self._host else self._state.all_of(self._index)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, p in self.named_parameters():
@@ -47,8 +49,9 @@ class RankView:
 class Optimizers:
     """One optimizer a held rank, stepped together. Made when the shards are: at the first call."""
 
-    def __init__(self, make: Callable[[RankView], torch.optim.Optimizer]):
-        self.make = make
+    def __init__(self, make: Callable[[RankView], torch.optim.Optimizer], offload: Offload | None = None):
+        self.make, self.offload = make, offload or Offload()
+        self.host: list[HostShards] = []
         self.each: list[torch.optim.Optimizer] = []
         self.waiting: list[Schedulers] = []
 
@@ -58,9 +61,10 @@ class Optimizers:
         Raises:
             MeshwrightError: the factory returned none, or one that cannot work on shards.
         """
-        self.each = [self.make(RankView(state, i)) for i in range(len(state.comm.ranks))]
-        for optimizer in self.each:
-            _check(optimizer, state)
+        self.host = [HostShards(state, i, self.offload) for i in range(len(state.comm.ranks))]
+        self.each = [self.make(RankView(state, i, host)) for i, host in enumerate(self.host)]
+        for optimizer, host in zip(self.each, self.host, strict=True):
+            _check(optimizer, state, {id(p) for _, p in host.named_parameters()})
         for scheduler in self.waiting:
             scheduler.attach(self.each)
 
@@ -70,8 +74,14 @@ class Optimizers:
         return self.each[0].param_groups if self.each else []
 
     def step(self) -> None:
-        for optimizer in self.each:
+        for optimizer, host in zip(self.each, self.host, strict=True):
+            host.down()
             optimizer.step()
+            host.up()
+
+    def report(self) -> OffloadReport:
+        """What rests on the host and what has been copied."""
+        return added([h.report(o) for h, o in zip(self.host, self.each, strict=True)])
 
     def zero_grad(self) -> None:
         for optimizer in self.each:
@@ -99,14 +109,13 @@ class Schedulers:
         return self.each[0].get_last_lr()
 
 
-def _check(optimizer: Any, state: State) -> None:
+def _check(optimizer: Any, state: State, mine: set[int]) -> None:
     """Refuse what is no optimizer, or one that must see whole tensors while some parameter is split."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise MeshwrightError(
             f"optimizer= must return a torch.optim optimizer; it returned {type(optimizer).__name__}. Write "
             f"optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=3e-4)"
         )
-    mine = {id(p) for i in range(len(state.comm.ranks)) for _, p in state.all_of(i)}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if foreign := sum(id(p) not in mine for p in held):
         raise MeshwrightError(

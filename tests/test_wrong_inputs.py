@@ -197,6 +197,18 @@ WRONG = [
         lambda: untouched().scheduler(lambda o: None),
         "needs an optimizer; optimizer=lambda m:",
     ),
+    Wrong("offload=True", lambda: step(offload=True), "offload=True; 'none', 'full'; Offload(offload_optimizer='cpu')"),
+    Wrong(
+        "offload of another device",
+        lambda: step(offload=mw.Offload("disk"), optimizer=torch.optim.AdamW),
+        "offload_optimizer='disk'; 'none' or 'cpu'",
+    ),
+    Wrong(
+        "an offload ratio of 2",
+        lambda: step(offload=mw.Offload("cpu", ratio=2), optimizer=torch.optim.AdamW),
+        "ratio=2; at most 1",
+    ),
+    Wrong("offload without an optimizer", lambda: step(offload="full"), "no optimizer; leave offload= out"),
     Wrong("clip_grad_norm of a wrong kind", lambda: step(clip_grad_norm="1"), "clip_grad_norm='1'; positive"),
     # layouts
     Wrong(
