@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
-from ..kernels import attention, cross_entropy, rms_norm
+from ..kernels import attention, cross_entropy, linear_cross_entropy, rms_norm
 from . import compat
 from .aot import export
 from .batch import batch_of
@@ -36,10 +36,13 @@ from .trace import trace
 SWAPS: dict[Callable, Callable] = {
     F.scaled_dot_product_attention: attention.sdpa,
     F.cross_entropy: cross_entropy.cross_entropy,
+    F.linear_cross_entropy: linear_cross_entropy.functional,
     F.rms_norm: rms_norm.functional,
     torch.rms_norm: rms_norm.functional,
 }
 """Functions replaced during capture, so that what they compute stays one op."""
+
+_NAMES = ("scaled_dot_product_attention", "cross_entropy", "linear_cross_entropy", "rms_norm")
 
 _READERS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__)
 
@@ -123,7 +126,7 @@ class _Swaps(TorchFunctionMode):
 @contextlib.contextmanager
 def _swapped() -> Iterator[None]:
     """`torch.nn.functional` with the canonical functions in place, for code that calls them from inside torch."""
-    saved = {name: getattr(F, name) for name in ("scaled_dot_product_attention", "cross_entropy", "rms_norm")}
+    saved = {name: getattr(F, name) for name in _NAMES}
     try:
         for name, original in saved.items():
             setattr(F, name, SWAPS[original])

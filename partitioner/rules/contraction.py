@@ -21,7 +21,7 @@ TABLE: Table = {}
 BY_NAME: Table = {}
 
 
-def _flops(*sizes: Any) -> float:
+def flops_of(*sizes: Any) -> float:
     """2 * m * k * n ... where the sizes are known."""
     return 2.0 * math.prod(sizes) if plain(*sizes) else 0.0
 
@@ -30,26 +30,26 @@ def _flops(*sizes: Any) -> float:
 def mm(call: Call) -> Rule:
     """`m k, k n -> m n {k}`"""
     (m, k), n = call.operands[0].shape, call.operands[1].shape[1]
-    return rule("m k, k n -> m n {k}", linear="0, 1", flops=_flops(m, k, n))
+    return rule("m k, k n -> m n {k}", linear="0, 1", flops=flops_of(m, k, n))
 
 
 @on(TABLE, aten.bmm.default)
 def bmm(call: Call) -> Rule:
     """`b m k, b k n -> b m n {k}`"""
     (b, m, k), n = call.operands[0].shape, call.operands[1].shape[2]
-    return rule("b m k, b k n -> b m n {k}", linear="0, 1", flops=_flops(b, m, k, n))
+    return rule("b m k, b k n -> b m n {k}", linear="0, 1", flops=flops_of(b, m, k, n))
 
 
 @on(TABLE, aten.mv.default)
 def mv(call: Call) -> Rule:
     """`m k, k -> m {k}`"""
-    return rule("m k, k -> m {k}", linear="0, 1", flops=_flops(*call.operands[0].shape))
+    return rule("m k, k -> m {k}", linear="0, 1", flops=flops_of(*call.operands[0].shape))
 
 
 @on(TABLE, aten.dot.default, aten.vdot.default)
 def dot(call: Call) -> Rule:
     """`k, k -> _ {k}`"""
-    return rule("k, k -> _ {k}", linear="0, 1", flops=_flops(*call.operands[0].shape))
+    return rule("k, k -> _ {k}", linear="0, 1", flops=flops_of(*call.operands[0].shape))
 
 
 def _with_bias(call: Call, line: str, out: str, *sizes: Any) -> Rule:
@@ -63,7 +63,7 @@ def _with_bias(call: Call, line: str, out: str, *sizes: Any) -> Rule:
         return rebound(local) if local.start("k") == 0 else rebound(local, beta=0)
 
     sets = additive(call, {0, 1}, {0, 2})
-    return rule(f"{bias}, {line} -> {out} {{k}}", ordered="k", linear=sets, localize=localize, flops=_flops(*sizes))
+    return rule(f"{bias}, {line} -> {out} {{k}}", ordered="k", linear=sets, localize=localize, flops=flops_of(*sizes))
 
 
 @on(TABLE, aten.addmm.default)
@@ -100,7 +100,7 @@ def grouped_mm(call: Call) -> Rule:
     """See `GROUPED`."""
     a, b = call.operands[:2]
     line = GROUPED[a.dim(), b.dim()]
-    flops = _flops(*a.shape, b.shape[-1])
+    flops = flops_of(*a.shape, b.shape[-1])
     if bound(call)["bias"] is not None:
         return whole_rule(call, note="a grouped product with a bias is not split").but(flops=flops)
 
@@ -116,11 +116,11 @@ def grouped_mm(call: Call) -> Rule:
 def grouped_mm_fallback(call: Call) -> Rule:
     """`t! k, g! k n, g! -> t! n {k}`"""
     (t, k), n = call.operands[0].shape, call.operands[1].shape[2]
-    return rule(GROUPED[2, 3], linear="0, 1", flops=_flops(t, k, n))
+    return rule(GROUPED[2, 3], linear="0, 1", flops=flops_of(t, k, n))
 
 
 @on(BY_NAME, "transformers.grouped_mm_fallback_backward.default")
 def grouped_mm_fallback_backward(call: Call) -> Rule:
     """`t! k, g! k n, g!, t! n -> t! k {n}, g! k n`"""
     (t, k), n = call.operands[0].shape, call.operands[1].shape[2]
-    return rule("t! k, g! k n, g!, t! n -> t! k {n}, g! k n", linear="3", flops=2 * _flops(t, k, n))
+    return rule("t! k, g! k n, g!, t! n -> t! k {n}, g! k n", linear="3", flops=2 * flops_of(t, k, n))

@@ -14,6 +14,7 @@ from . import (
     factories,
     images,
     index,
+    linear_loss,
     loss,
     norm,
     pieces,
@@ -48,6 +49,7 @@ TABLE: Table = merged(
         pools.TABLE,
         attention.TABLE,
         loss.TABLE,
+        linear_loss.TABLE,
         scan.TABLE,
         random.TABLE,
     )

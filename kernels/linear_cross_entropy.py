@@ -1,0 +1,253 @@
+"""The last linear layer and its cross entropy without the logits: only a chunk of them exists at a time.
+
+    z = x wᵀ + b            [t, v]        of a chunk of rows, then dropped
+    lse[i] = log Σ_c exp(z[i, c])         picked[i] = z[i, target i]             nll = lse - picked
+    dz[i, c] = g[i] (exp(z[i, c] - lse[i]) - [c = target i])                     recomputed chunk by chunk
+    dx = dz w               dw = dzᵀ x    db = Σ_i dz[i]                         (arXiv 2411.09009)
+
+x [t, h], w [v, h], b [v] or None, target [t] int64; lse has a gradient of its own (a z-loss reads it), which adds
+exp(z - lse) of it to dz. The products run in the dtype of x; the sums over classes, and those of dw and db over chunks,
+are in float32 or wider. A rank that holds the classes [start, start + v) passes its `start`: over a split vocabulary
+`linear_max` is a maximum over the ranks and `linear_sums`, which computes the logits once more, a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .cross_entropy import cross_entropy, held
+
+CHUNK_BYTES = 1 << 26
+"""Of a chunk of logits in the wide dtype."""
+
+lib = torch.library.Library("meshwright", "FRAGMENT")
+for _line in (
+    "linear_nll(Tensor x, Tensor w, Tensor? b, Tensor target, int ignore_index) -> (Tensor, Tensor)",
+    "linear_max(Tensor x, Tensor w, Tensor? b) -> Tensor",
+    "linear_sums(Tensor x, Tensor w, Tensor? b, Tensor target, Tensor top, int ignore_index, int start) "
+    "-> (Tensor, Tensor)",
+    "linear_nll_backward(Tensor grad, Tensor? grad_lse, Tensor x, Tensor w, Tensor? b, Tensor target, Tensor lse, "
+    "int ignore_index, int start) -> (Tensor, Tensor, Tensor)",
+):
+    lib.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def chunk_rows(v: int, dtype: torch.dtype) -> int:
+    """Rows of a chunk of logits."""
+    return max(1, CHUNK_BYTES // (max(1, v) * _wide(dtype).itemsize))
+
+
+def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """[rows, v] in the wide dtype; products of half precision are rounded to it, as a linear layer's are."""
+    z = torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
+    return z.to(_wide(x.dtype))
+
+
+def _refuse(target: torch.Tensor, ignore_index: int, v: int) -> None:
+    right = (target == ignore_index) | ((target >= 0) & (target < v))
+    if target.device.type != "cpu":
+        torch.ops.aten._assert_async.msg(right.all(), "a target is out of bounds")
+    elif not bool(right.all()):
+        raise IndexError(f"Target {int(target[right.logical_not()][0])} is out of bounds.")
+
+
+def _chunks(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None):
+    """(rows, their logits), chunk by chunk."""
+    step = chunk_rows(w.shape[0], x.dtype)
+    for start in range(0, x.shape[0], step):
+        rows = slice(start, min(start + step, x.shape[0]))
+        yield rows, _logits(x[rows], w, b)
+
+
+def _forward(x, w, b, target, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(nll, lse) of rows whose classes are all here."""
+    nll, lse = _fake_forward(x, w, b, target, ignore_index)
+    _refuse(target, ignore_index, w.shape[0])
+    column, there = held(target, ignore_index, 0, w.shape[0])
+    for rows, z in _chunks(x, w, b):
+        lse[rows] = torch.logsumexp(z, 1)
+        nll[rows] = lse[rows] - z.gather(1, column[rows].unsqueeze(1)).squeeze(1)
+    return nll.masked_fill_(there.logical_not(), 0.0), lse
+
+
+def _max(x, w, b) -> torch.Tensor:
+    """The greatest logit of each row, -inf without classes."""
+    out = _fake_max(x, w, b).fill_(-torch.inf)
+    for rows, z in _chunks(x, w, b) if w.shape[0] else ():
+        out[rows] = z.amax(1)
+    return out
+
+
+def _sums(x, w, b, target, top, ignore_index: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Σ_c exp(z - top), the target's logit or 0) over the classes [start, start + v)."""
+    total, picked = _fake_sums(x, w, b, target, top, ignore_index, start)
+    if not w.shape[0]:
+        return total.zero_(), picked.zero_()
+    column, there = held(target, ignore_index, start, w.shape[0])
+    for rows, z in _chunks(x, w, b):
+        picked[rows] = z.gather(1, column[rows].unsqueeze(1)).squeeze(1)
+        total[rows] = z.sub_(top[rows].unsqueeze(1)).exp_().sum(1)
+    return total, picked.masked_fill_(there.logical_not(), 0.0)
+
+
+def _backward(grad, grad_lse, x, w, b, target, lse, ignore_index: int, start: int):
+    """(dx, dw, db); db is empty without a bias. The target's own entry is expm1(z - lse), free of cancellation."""
+    dx, dw, db = _fake_backward(grad, grad_lse, x, w, b, target, lse, ignore_index, start)
+    wide = _wide(x.dtype)
+    sums, bias = torch.zeros_like(dw, dtype=wide), torch.zeros_like(db, dtype=wide)
+    if not w.shape[0]:
+        return dx.zero_(), dw, db
+    column, there = held(target, ignore_index, start, w.shape[0])
+    own = grad.to(wide).masked_fill(target == ignore_index, 0.0)
+    every = own if grad_lse is None else own + grad_lse.to(wide)
+    for rows, z in _chunks(x, w, b):
+        at, here = column[rows].unsqueeze(1), there[rows].unsqueeze(1)
+        z.sub_(lse[rows].unsqueeze(1))
+        picked = torch.expm1(z.gather(1, at)) * own[rows].unsqueeze(1)
+        if grad_lse is not None:
+            picked += torch.exp(z.gather(1, at)) * grad_lse[rows].unsqueeze(1)
+        dz = z.exp_().mul_(every[rows].unsqueeze(1))
+        dz.scatter_(1, at, torch.where(here, picked, dz.gather(1, at)))
+        if b is not None:
+            bias += dz.sum(0)
+        dz = dz.to(x.dtype)
+        torch.mm(dz, w, out=dx[rows])
+        _add_product(sums, dz, x[rows])
+    return dx, dw.copy_(sums), db.copy_(bias)
+
+
+def _add_product(sums: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None:
+    """sums += dzᵀ x, the sum over chunks in the dtype of `sums`."""
+    if sums.dtype == dz.dtype:
+        sums.addmm_(dz.t(), x)
+    else:
+        sums += torch.mm(dz.t(), x)
+
+
+def _fake_forward(x, w, b, target, ignore_index):
+    return tuple(x.new_empty(target.shape, dtype=_wide(x.dtype)) for _ in range(2))
+
+
+def _fake_max(x, w, b):
+    return x.new_empty(x.shape[:1], dtype=_wide(x.dtype))
+
+
+def _fake_sums(x, w, b, target, top, ignore_index, start):
+    return top.new_empty(top.shape), top.new_empty(top.shape)
+
+
+def _fake_backward(grad, grad_lse, x, w, b, target, lse, ignore_index, start):
+    return x.new_empty(x.shape), w.new_empty(w.shape), w.new_empty(0) if b is None else b.new_empty(b.shape)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, w, b, target, ctx.ignore_index = inputs
+    ctx.save_for_backward(x, w, b, target, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, grad, grad_lse):
+    if grad is None and grad_lse is None:
+        return (None,) * 5
+    x, w, b, target, lse = ctx.saved_tensors
+    grad = torch.zeros_like(lse) if grad is None else grad
+    dx, dw, db = torch.ops.meshwright.linear_nll_backward(grad, grad_lse, x, w, b, target, lse, ctx.ignore_index, 0)
+    return dx, dw, None if b is None else db, None, None
+
+
+for _name, _op, _fake in (
+    ("linear_nll", _forward, _fake_forward),
+    ("linear_max", _max, _fake_max),
+    ("linear_sums", _sums, _fake_sums),
+    ("linear_nll_backward", _backward, _fake_backward),
+):
+    lib.impl(_name, _op, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"meshwright::{_name}", _fake, lib=lib)
+torch.library.register_autograd("meshwright::linear_nll", _autograd, setup_context=_setup, lib=lib)
+
+
+def linear_cross_entropy(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """`F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)` without the logits.
+
+    Args:
+        input: [..., h]; linear_weight: [v, h]; linear_bias: [v] or None; target: [...] class indices.
+        weight: [v], of the classes, as in `F.cross_entropy`.
+        z_loss: adds z_loss * lse² to each row's loss (Chowdhery et al., arXiv 2204.02311, section 5).
+
+    Returns:
+        The loss, float32 or wider; [...] with reduction="none".
+
+    Raises:
+        ValueError: a reduction that is none, or targets that do not fit. IndexError: a target that is no class.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction!r} is no reduction; give 'none', 'mean' or 'sum'")
+    if tuple(input.shape[:-1]) != tuple(target.shape):
+        raise ValueError(f"targets of shape {tuple(target.shape)} do not fit an input of {tuple(input.shape)}")
+    x, flat = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    losses, lse = torch.ops.meshwright.linear_nll(x, linear_weight, linear_bias, flat, ignore_index)
+    valid = flat != ignore_index
+    weights = valid if weight is None else weight[torch.where(valid, flat, 0)] * valid
+    if weight is not None:
+        losses = losses * weights
+    if label_smoothing:
+        spread = _spread(x, linear_weight, linear_bias, lse, weight).masked_fill(valid.logical_not(), 0.0)
+        losses = losses * (1.0 - label_smoothing) + spread * (label_smoothing / linear_weight.shape[0])
+    if z_loss:
+        losses = losses + z_loss * lse.square().masked_fill(valid.logical_not(), 0.0)
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / weights.sum().to(losses.dtype)
+
+
+def _spread(x, w, b, lse, weight) -> torch.Tensor:
+    """Σ_c u_c (lse - z_c) with u the class weights or 1: the sum over classes goes through the linear layer."""
+    u = torch.ones_like(w[:, 0]) if weight is None else weight
+    u, wide = u.to(lse.dtype), w.to(lse.dtype)
+    total = torch.mv(x.to(lse.dtype), torch.mv(wide.t(), u))
+    return lse * u.sum() - (total if b is None else total + torch.dot(b.to(lse.dtype), u))
+
+
+def functional(
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    linear_bias: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> torch.Tensor:
+    """`F.linear_cross_entropy` on `meshwright::linear_nll`; probabilities and several outputs a row by their logits."""
+    more = {"weight": weight, "reduction": reduction, "label_smoothing": label_smoothing}
+    more["ignore_index"] = -100 if ignore_index is None else ignore_index
+    if target.is_floating_point() or linear_weight.dim() != 2:
+        w = linear_weight.flatten(0, -2)
+        logits = F.linear(input, w, None if linear_bias is None else linear_bias.reshape(-1))
+        return cross_entropy(logits.reshape(*input.shape[:-1], *linear_weight.shape[:-1]), target, **more)
+    out = input.dtype
+    if torch.is_autocast_enabled(input.device.type):
+        dtype, out = torch.get_autocast_dtype(input.device.type), torch.float32
+        input, linear_weight = input.to(dtype), linear_weight.to(dtype)
+        linear_bias = None if linear_bias is None else linear_bias.to(dtype)
+    return linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, **more).to(out)
