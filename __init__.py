@@ -57,6 +57,7 @@ def compile(
     plan: str | Plan | None = None,
     batch_dims: dict[Any, int | None] | None = None,
     inputs: str = "global",
+    timeout: float | None = None,
     seed: int = 0,
 ) -> Compiled:
     """Compile a model for a mesh of devices.
@@ -85,6 +86,8 @@ def compile(
             other tensors carry it follows from the graph.
         inputs: "global" (every process passes the whole batch and reads its part) or "local" (each data rank passes
             its own part).
+        timeout: seconds that a process waits for others in a collective or a message, before it ends with an error that
+            names who is missing and what that one was at; by default torch.distributed's own, 30 minutes.
         seed: of dropout and every other random op; the numbers are the same on every mesh.
 
     Returns:
@@ -97,10 +100,23 @@ def compile(
     mesh = mesh_here(mesh)
     check_loss(loss)
     check_options(
-        model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
-        schedule=schedule, offload=offload, clip_grad_norm=clip_grad_norm, memory=memory, pin=pin, plan=plan,
-        batch_dims=batch_dims, seed=seed,
-    )  # fmt: skip
+        model,
+        mesh,
+        args=args,
+        loss=loss,
+        optimizer=optimizer,
+        zero=zero,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        offload=offload,
+        clip_grad_norm=clip_grad_norm,
+        memory=memory,
+        pin=pin,
+        plan=plan,
+        batch_dims=batch_dims,
+        timeout=timeout,
+        seed=seed,
+    )
     check_world(mesh, inputs)
     device = device_here()
     layouts, starts = stage_pins(pin or {})
@@ -137,7 +153,16 @@ def compile(
             graph, made = plan_step(graph, mesh_now, options, parts, Asked(schedule, often, stages, starts))
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
 
-    settings = Settings(loss, optimizer, clip_grad_norm, inputs == "local", seed, build, offload_of(offload))
+    settings = Settings(
+        loss=loss,
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        local_inputs=inputs == "local",
+        seed=seed,
+        timeout=timeout,
+        offload=offload_of(offload),
+        build=build,
+    )
     compiled = Compiled(model, mesh, device, settings)
     given = dict(kwargs or {})
     target = given.pop("target", None)

@@ -71,6 +71,9 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if not isinstance(given["plan"], (str, Plan, type(None))):
         yield f"plan= is a Plan or the text of one (plan.to_text()), not {type(given['plan']).__name__}"
     yield from _batch_dims(model, given["batch_dims"])
+    timeout = given["timeout"]
+    if timeout is not None and not (_is_number(timeout) and timeout > 0):
+        yield f"timeout={timeout!r}: give the seconds that a process may wait for another, a positive number, or None"
     if not isinstance(given["seed"], int):
         yield f"seed={given['seed']!r}: give a whole number"
 

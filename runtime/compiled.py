@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,12 @@ from .autograd import Suspended, Through
 from .comm import Comm
 from .host import OffloadReport
 from .initialise import initialise
-from .launch import comm_for
+from .launch import comm_for, watch_here
 from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
 from .runner import Runner
 from .signature import signature, text
 from .state import State
+from .watch import Watch
 
 log = logging.getLogger("meshwright")
 
@@ -60,6 +63,7 @@ class Settings:
     clip_grad_norm: float | tuple[float, float] | None = None
     local_inputs: bool = False
     seed: int = 0
+    timeout: float | None = None
     build: Callable[[Request], Program] = field(default=None)  # type: ignore[assignment]
     offload: Offload = Offload()
 
@@ -90,8 +94,16 @@ class Compiled:
     def comm(self) -> Comm:
         """What runs the ranks that live in this process."""
         if self._comm is None:
-            self._comm = comm_for(self.mesh)
+            self._comm = comm_for(self.mesh, self.settings.timeout, self._watch)
         return self._comm
+
+    @cached_property
+    def _watch(self) -> Watch | None:
+        return watch_here(self.settings.timeout)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """An error in the block is written down for the other processes, which wait for this one."""
+        return self._watch.telling() if self._watch else nullcontext()
 
     # -- running
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +112,10 @@ class Compiled:
         Raises:
             CaptureError, PlanError: the call cannot be captured or planned; the message says what would work.
         """
+        with self._telling():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         trained = any(p.requires_grad for p in self.model.parameters())
         inputs = _tensors((args, kwargs, None))
         wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))
@@ -116,6 +132,10 @@ class Compiled:
         Gradients are of this step alone: older ones are dropped. Without an optimizer they are left in `.grad` of
         `parameters()`. (To add up several batches call the model and `.backward()` on each.)
         """
+        with self._telling():
+            return self._step(args, kwargs, target)
+
+    def _step(self, args: tuple, kwargs: dict[str, Any], target: Any) -> torch.Tensor:
         runner = self._runner(Request("step", args, kwargs, target))
         self._zero_grad()
         (loss,) = runner.run(_tensors((args, kwargs, target)), self._next_step(), self.settings.local_inputs)
@@ -128,6 +148,8 @@ class Compiled:
 
     def _next_step(self) -> int:
         self.steps += 1
+        if self._watch:
+            self._watch.step = self.steps
         return self.steps - 1
 
     def _zero_grad(self) -> None:
@@ -136,7 +158,8 @@ class Compiled:
 
     def trace(self, *args: Any, target: Any = None, **kwargs: Any) -> Program:
         """Capture, plan and lower a `step` call without running it."""
-        return self._runner(Request("step", args, kwargs, target), runs=False).program
+        with self._telling():
+            return self._runner(Request("step", args, kwargs, target), runs=False).program
 
     def _runner(self, request: Request, runs: bool = True) -> Runner:
         call = (request.args, request.kwargs, request.target)

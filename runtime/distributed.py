@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from ..partitioner.mesh import Mesh
 from .comm import Counts, Expect, Pause, Post, Program, Start, Wait, add_counts, check, count_sent
 from .faults import MeshwrightError, MismatchError, PeerError, RankError
+from .watch import Watch
 from .wire import Group, Pending, begin, receive, send
 
 _ALL_SETS = 3
@@ -40,6 +42,7 @@ class DistributedComm:
     Args:
         device: "cpu" for gloo, "cuda" for NCCL.
         timeout: seconds after which a collective that does not complete is a `PeerError`; torch's own when None.
+        watch: the notes of what ranks are at; made here when None.
 
     Attributes:
         ranks: this process's rank alone.
@@ -49,12 +52,16 @@ class DistributedComm:
         ValueError: the mesh is not as large as the world.
     """
 
-    def __init__(self, mesh: Mesh, device: str | torch.device = "cpu", timeout: float | None = None):
-        self.backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-        if not dist.is_initialized():
-            if self.backend == "nccl":
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group(self.backend, timeout=_delta(timeout))
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: str | torch.device = "cpu",
+        timeout: float | None = None,
+        watch: Watch | None = None,
+    ):
+        device = torch.device(device)
+        self.backend = backend_for(device)
+        join(device, timeout)
         if dist.get_world_size() != mesh.world_size:
             raise ValueError(
                 f"mesh {mesh} has {mesh.world_size} ranks, but {dist.get_world_size()} processes run; "
@@ -68,6 +75,8 @@ class DistributedComm:
         self._groups: dict[tuple[str, ...], Group] = {}
         self._sending: list[tuple[Pending, str, int]] = []
         self._pairs: dict[tuple[int, int], Any] = {}
+        self.watch = watch or Watch(device)
+        self.watch.closing.append(self.close)
         self.prepare(_first_sets(mesh))
 
     @property
@@ -83,10 +92,21 @@ class DistributedComm:
                 continue
             for ranks in sorted({self.mesh.group(ordered, r) for r in range(self.mesh.world_size)}):
                 if ranks not in self._process_groups:
-                    made: Any = dist.new_group(list(ranks), backend=self.backend, timeout=_delta(self.timeout))
-                    self._process_groups[ranks] = made
-                    if self.backend == "nccl" and self.rank in ranks:
-                        dist.barrier(made)  # NCCL joins a group at its first call, which all members must make
+                    self._process_groups[ranks] = self._new_group(ranks)
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+        """A process group, for which its ranks wait for each other."""
+        text = f"making the process group of ranks {', '.join(map(str, ranks))}"
+        try:
+            self.watch.waiting = text
+            made: Any = dist.new_group(list(ranks), backend=self.backend, timeout=_delta(self.timeout))
+            if self.backend == "nccl" and self.rank in ranks:
+                dist.barrier(made)  # NCCL joins a group at its first call, which all members must make
+            return made
+        except RuntimeError as error:
+            raise self._failed(text, ranks, error) from error
+        finally:
+            self.watch.waiting = ""
 
     def prepare_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Make ready for messages from the first rank of each pair to the second. Every rank must call it alike.
@@ -95,7 +115,7 @@ class DistributedComm:
         ranks gets a group; gloo needs none.
         """
         for pair in sorted(set(pairs) - self._pairs.keys()) if self.backend == "nccl" else ():
-            self._pairs[pair] = dist.new_group(sorted(pair), backend=self.backend, timeout=_delta(self.timeout))
+            self._pairs[pair] = self._new_group(tuple(sorted(pair)))
 
     def _messages(self, source: int, to: int) -> Any:
         """The process group for messages between two ranks: that of all ranks, which has this comm's timeout."""
@@ -155,16 +175,21 @@ class DistributedComm:
                     raise TypeError(f"a program yields Start, Wait, Post, Expect or Pause; got {request!r}")
                 del request
         except RankError as error:
-            self.close()
+            self._leave(error)
             raise error.on(self.rank) from error.__cause__
-        except MeshwrightError:
-            self.close()
+        except MeshwrightError as error:
+            self._leave(error)
             raise
         except Exception as error:
-            self.close()
+            self._leave(error)
             raise RankError(self.rank, error) from error
         finally:
             answer = None
+
+    def _leave(self, error: Exception) -> None:
+        """The others are told first, then what they wait for ends."""
+        self.watch.leave(error)
+        self.close()
 
     def start(self, request: Start) -> _Handle:
         """Begin the collectives of a request."""
@@ -178,7 +203,7 @@ class DistributedComm:
         try:
             return _Handle(begin(request, group), text)
         except RuntimeError as error:
-            raise PeerError(self._failed(text, group.ranks, error)) from error
+            raise self._failed(text, group.ranks, error) from error
 
     def wait(self, handle: _Handle) -> list[torch.Tensor]:
         """The results of a `start`, once."""
@@ -186,9 +211,12 @@ class DistributedComm:
         if pending is None:
             raise RankError(self.rank, ValueError("a handle is waited for twice"))
         try:
+            self.watch.waiting = handle.text
             return list(pending.results())
         except RuntimeError as error:
-            raise PeerError(self._failed(handle.text, pending.group.ranks, error)) from error
+            raise self._failed(handle.text, pending.group.ranks, error) from error
+        finally:
+            self.watch.waiting = ""
 
     def post(self, request: Post) -> None:
         """Begin to send; what is under way is kept until it has gone."""
@@ -198,7 +226,7 @@ class DistributedComm:
             group = self._messages(self.rank, request.to)
             self._sending.append((send(request, group), str(request), request.to))
         except RuntimeError as error:
-            raise PeerError(self._failed(str(request), (request.to,), error)) from error
+            raise self._failed(str(request), (request.to,), error) from error
 
     def expect(self, request: Expect) -> _Handle:
         """Begin to receive."""
@@ -207,19 +235,24 @@ class DistributedComm:
             group = self._messages(request.source, self.rank)
             return _Handle(receive(request, self.rank, group, self.backend == "nccl"), text)
         except RuntimeError as error:
-            raise PeerError(self._failed(text, (request.source,), error)) from error
+            raise self._failed(text, (request.source,), error) from error
 
     def _sent_all(self) -> None:
         sending, self._sending = self._sending, []
         for pending, text, to in sending:
             try:
+                self.watch.waiting = text
                 pending.results()
             except RuntimeError as error:
-                raise PeerError(self._failed(text, (to,), error)) from error
+                raise self._failed(text, (to,), error) from error
+            finally:
+                self.watch.waiting = ""
 
-    def _failed(self, text: str, ranks: tuple[int, ...], error: BaseException) -> str:
+    def _failed(self, text: str, ranks: tuple[int, ...], error: BaseException) -> PeerError:
         others = ", ".join(str(r) for r in ranks if r != self.rank)
-        return f"rank {self.rank}: {text} failed; a peer (of ranks {others}) stopped or did not answer in time: {error}"
+        limit = "" if self.timeout is None else f" within {self.timeout:g} s"
+        why = self.watch.blame() or f"a peer (of ranks {others}) stopped or did not answer{limit}"
+        return PeerError(f"rank {self.rank}: {text} failed ({_short(error)})", why)
 
     def _group(self, axes: tuple[str, ...]) -> Group:
         found = self._groups.get(axes)
@@ -234,6 +267,23 @@ class DistributedComm:
             )
         found = self._groups[axes] = Group(made, ranks, ranks.index(self.rank), self.backend == "nccl")
         return found
+
+
+def _short(error: BaseException) -> str:
+    """What the backend says, without where in its source, and without its advice."""
+    return re.sub(r"^(\[[^]]*\]\s*)+", "", str(error).splitlines()[0]).partition(". This is")[0][:120]
+
+
+def backend_for(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def join(device: torch.device, timeout: float | None = None) -> None:
+    """Join the launch, where the script has not done it."""
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group(backend_for(device), timeout=_delta(timeout))
 
 
 def _delta(seconds: float | None) -> timedelta | None:

@@ -16,7 +16,15 @@ class MismatchError(MeshwrightError):
 
 
 class PeerError(MeshwrightError):
-    """A collective failed on the wire: a peer is gone, or did not answer in time."""
+    """A collective failed on the wire: a peer is gone, or did not answer in time.
+
+    Attributes:
+        why: which ranks are the cause.
+    """
+
+    def __init__(self, text: str, why: str = ""):
+        super().__init__(f"{text}: {why}" if why else text)
+        self.why = why or text
 
 
 class RankError(MeshwrightError):

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from ..partitioner.errors import PlanError
 from ..partitioner.mesh import Mesh
 from .comm import Comm
-from .distributed import DistributedComm
+from .distributed import DistributedComm, join
 from .inprocess import InProcessComm
+from .watch import Watch
 
 
 def mesh_here(mesh: Any) -> Mesh:
@@ -54,9 +55,18 @@ def check_world(mesh: Mesh, inputs: str) -> None:
         )
 
 
-def comm_for(mesh: Mesh) -> Comm:
+def comm_for(mesh: Mesh, timeout: float | None = None, watch: Watch | None = None) -> Comm:
     """The comm of this process: all ranks of the mesh, or the one that lives here."""
-    return InProcessComm(mesh) if launched() == 1 else DistributedComm(mesh, device_here())
+    return InProcessComm(mesh) if launched() == 1 else DistributedComm(mesh, device_here(), timeout, watch)
+
+
+def watch_here(timeout: float | None = None) -> Watch | None:
+    """The notes of what ranks are at; None where all live in this process. All processes call it together."""
+    if launched() == 1:
+        return None
+    device = device_here()
+    join(device, timeout)
+    return Watch(device)
 
 
 def device_here() -> torch.device:

@@ -7,6 +7,7 @@ torch.distributed has been joined through a file store; what it returns must pic
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pickle
@@ -81,14 +82,20 @@ def run_outcomes(
     comm_timeout: float = 60,
     join: bool = True,
     grace: float | None = None,
+    but: int | None = None,
 ) -> list[Outcome]:
-    """As `run_ranks`, but failures are values. `grace`: seconds the others get after the first failure."""
+    """As `run_ranks`, but failures are values.
+
+    Args:
+        grace: seconds the others get after the first failure.
+        but: a rank that is not waited for.
+    """
     name = function if isinstance(function, str) else f"{function.__module__.rpartition('.')[2]}:{function.__name__}"
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         Path(folder, "job").write_bytes(pickle.dumps((name, args, comm_timeout, join)))
         children = [_child(folder, rank, world, port) for port in [_free_port()] for rank in range(world)]
         try:
-            _wait_for(children, timeout, grace)
+            _wait_for([c for rank, c in enumerate(children) if rank != but], timeout, grace)
         finally:
             for child in children:
                 if child.poll() is None:
@@ -160,6 +167,7 @@ def _main(folder: str) -> int:
         dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
+    atexit._run_exitfuncs()
     os._exit(1 if error else 0)
 
 

@@ -1,0 +1,87 @@
+"""A process that dies, stops, raises or hangs: all others end in time with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import meshwright as mw
+import pytest
+import torch
+from launch import run_outcomes
+from torch import nn
+
+pytestmark = pytest.mark.timeout(300)
+LIMIT = 6.0
+
+
+
+
+def trains(rank, world, fault, at, bad):
+    """Two steps; rank `bad` has the fault before its second step, or while the first is captured."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    pipe = {"micro_batches": 2, "schedule": "1f1b"} if world == 4 else {}
+    mesh = mw.Mesh(dp=2, pp=2) if world == 4 else mw.Mesh(dp=world)
+    if at == "capture" and rank == bad:
+        model.append(_Bad(fault))
+    elif at == "capture":
+        model.append(nn.Identity())
+    compiled = mw.compile(model, mesh, loss=lambda out: out.square().mean(), timeout=LIMIT, **pipe)
+    x = torch.randn(12, 6)
+    begin = time.monotonic()
+    try:
+        if at == "step":
+            compiled.step(x)
+            begin = time.monotonic()
+            if rank == bad:
+                happen(fault)
+        compiled.step(x)
+    except mw.MeshwrightError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    except ArithmeticError as error:
+        return "ArithmeticError", str(error), time.monotonic() - begin
+    return "no error", "", 0.0
+
+
+class _Bad(nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, x):
+        happen(self.fault)
+        return x
+
+
+def happen(fault):
+    if fault == "raise":
+        raise ArithmeticError("bad sample 17")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1000)
+
+
+SAYS = {
+    "raise": "rank {} raised: ArithmeticError: bad sample 17",
+    "kill": "rank {} is gone or silent",
+    "stop": "rank {} is gone or silent",
+    "hang": "rank {} is behind",
+}
+"""What the error of every other rank holds, by fault."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "at", "bad", "world"),
+    [("kill", "step", 1, 4), ("stop", "capture", 2, 3), ("raise", "capture", 2, 3), ("hang", "step", 1, 3)],
+)
+def test_all_others_name_the_process_that_fails(fault, at, bad, world):
+    outcomes = run_outcomes(trains, world, fault, at, bad, timeout=100, but=bad)
+    for rank, outcome in enumerate(outcomes):
+        if rank != bad:
+            kind, text, took = outcome.value
+            assert kind == "PeerError" and SAYS[fault].format(bad) in text, (rank, outcome)
+            assert took < LIMIT + 20, (rank, outcome)
