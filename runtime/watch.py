@@ -1,8 +1,9 @@
 """Who stopped: each process writes down once a second what it is at, and reads the others' notes when something fails.
 
-A note is (beat, step, doing, seconds): the number of the note, the training step, what the process does (the collective
-or message that it waits for, a line of a generated program with the user's source line, or a line of the user's script),
-and for how long. Notes lie in a store of their own that rank 0 serves. Whoever fails to hear from a peer names it:
+A note is (beat, step, doing, seconds): the number of the note, the training step, what the process does (the
+collective or message that it waits for, a line of a generated program with the user's source line, or a line of the
+user's script), and for how long. Notes lie in a store of their own that rank 0 serves. Whoever fails to hear from a
+peer names it:
 
     raised    it wrote down its error before it left
     gone      its notes have stopped: killed, stopped, or cut off
@@ -27,9 +28,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from .faults import MeshwrightError, PeerError
 
@@ -110,7 +113,7 @@ class Watch:
         if isinstance(error, PeerError):
             self._end("left", error.why)
         else:
-            self._end("raised", str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}")
+            self._end("raised", _text(error))
 
     def leave(self, error: BaseException) -> None:
         """The same, for good: what the others wait for is about to be closed."""
@@ -123,7 +126,7 @@ class Watch:
         if error is None:
             self._end("ended", f"its script came to the end after step {self.step}")
         else:
-            self._end("raised", f"{type(error).__name__}: {error}")
+            self._end("raised", _text(error))
         for close in self.closing:
             close()
         end = time.monotonic() + LINGER * self.beat
@@ -220,7 +223,7 @@ def _verdict(me: int, before: dict[int, Note], now: dict[int, Note], ended: dict
 _FAILED = object()
 
 
-def _trying(call, *args):  # type: ignore[no-untyped-def]
+def _trying(call: Callable[..., Any], *args: Any) -> Any:
     """The call's answer, or `_FAILED` where the store cannot be reached: rank 0 is no more."""
     try:
         return call(*args)
@@ -228,18 +231,22 @@ def _trying(call, *args):  # type: ignore[no-untyped-def]
         return _FAILED
 
 
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, MeshwrightError) else f"{type(error).__name__}: {error}"
+
+
 def _line(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _store(rank: int, device: torch.device) -> dist.TCPStore:
+def _store(rank: int, device: torch.device) -> TCPStore:
     """A store that rank 0 serves at a port that it finds free."""
     host, wait = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=60)
-    made = dist.TCPStore(host, 0, None, True, timeout=wait, wait_for_workers=False) if rank == 0 else None
+    made = TCPStore(host, 0, None, True, timeout=wait, wait_for_workers=False) if rank == 0 else None
     port = torch.tensor([made.port if made else 0], dtype=torch.int64, device=device)
     dist.broadcast(port, 0)
     try:
-        return made or dist.TCPStore(host, int(port), None, False, timeout=wait)
+        return made or TCPStore(host, int(port), None, False, timeout=wait)
     except RuntimeError as error:
         raise MeshwrightError(
             f"rank {rank} cannot reach rank 0 at {host}:{int(port)} ({error}); set MASTER_ADDR to the address of its "

@@ -92,7 +92,7 @@ def run_outcomes(
     """
     name = function if isinstance(function, str) else f"{function.__module__.rpartition('.')[2]}:{function.__name__}"
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        Path(folder, "job").write_bytes(pickle.dumps((name, args, comm_timeout, join)))
+        Path(folder, "job").write_bytes(pickle.dumps((name, args, comm_timeout, join, but is None)))
         children = [_child(folder, rank, world, port) for port in [_free_port()] for rank in range(world)]
         try:
             _wait_for([c for rank, c in enumerate(children) if rank != but], timeout, grace)
@@ -144,7 +144,7 @@ def _outcome(folder: str, rank: int, exit_code: int) -> Outcome:
 
 
 def _main(folder: str) -> int:
-    name, args, comm_timeout, join = pickle.loads(Path(folder, "job").read_bytes())
+    name, args, comm_timeout, join, together = pickle.loads(Path(folder, "job").read_bytes())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     value, error = None, ""
     try:
@@ -163,7 +163,7 @@ def _main(folder: str) -> int:
     part = Path(folder, f"out{rank}.part")
     part.write_bytes(pickle.dumps((value, error)))
     part.rename(Path(folder, f"out{rank}"))
-    if not error and join and dist.is_initialized():
+    if not error and join and together and dist.is_initialized():
         dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
