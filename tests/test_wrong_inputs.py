@@ -209,6 +209,7 @@ WRONG = [
         "ratio=2; at most 1",
     ),
     Wrong("offload without an optimizer", lambda: step(offload="full"), "no optimizer; leave offload= out"),
+    Wrong("a timeout that is no time", lambda: step(timeout=0), "timeout=0; seconds"),
     Wrong("clip_grad_norm of a wrong kind", lambda: step(clip_grad_norm="1"), "clip_grad_norm='1'; positive"),
     # layouts
     Wrong(
