@@ -16,6 +16,7 @@ from .partitioner.errors import CalibrationError, CaptureError, LawError, Meshwr
 from .partitioner.given_stages import check_beside, check_layouts_beside
 from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
+from .partitioner.keep import keep_pins
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
 from .partitioner.offload import Offload, offload_of
@@ -51,6 +52,7 @@ def compile(
     micro_batches: int | str = "auto",
     schedule: str = "auto",
     offload: str | Offload = "none",
+    recompute: str = "auto",
     clip_grad_norm: float | tuple[float, float] | None = None,
     memory: int | None = None,
     pin: dict[str, str] | None = None,
@@ -77,10 +79,13 @@ def compile(
             "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of a schedule of your own.
         offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there; or an
             `Offload` that says how much of it.
+        recompute: what backward makes again in the place of keeping it: "none"; "full": of every block all but its
+            inputs; "auto": nothing that was not pinned.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
         memory: bytes a device may use.
         pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}; and
-            {module or call: "stage 2"}, the virtual stage of the pipeline that starts with it.
+            {module or call: "stage 2"}, the virtual stage of the pipeline that starts with it; and {module or call:
+            "recompute" | "save"}: whether backward makes again what it reads of it, such as {"layers.*": "recompute"}.
         plan: a saved plan (its text) or a `Plan` to follow instead of planning.
         batch_dims: {argument index or name: dim, or None}; by default dim 0 of the first tensor is the batch, and which
             other tensors carry it follows from the graph.
@@ -100,26 +105,14 @@ def compile(
     mesh = mesh_here(mesh)
     check_loss(loss)
     check_options(
-        model,
-        mesh,
-        args=args,
-        loss=loss,
-        optimizer=optimizer,
-        zero=zero,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        offload=offload,
-        clip_grad_norm=clip_grad_norm,
-        memory=memory,
-        pin=pin,
-        plan=plan,
-        batch_dims=batch_dims,
-        timeout=timeout,
-        seed=seed,
-    )
+        model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
+        schedule=schedule, offload=offload, recompute=recompute, clip_grad_norm=clip_grad_norm, memory=memory,
+        pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout, seed=seed,
+    )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
-    layouts, starts = stage_pins(pin or {})
+    rest, keep = keep_pins(pin or {})
+    layouts, starts = stage_pins(rest)
 
     def captured(request: Request) -> Graph:
         return capture(
@@ -134,7 +127,7 @@ def compile(
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         if chosen:
             check_beside(chosen, schedule, micro_batches)
-            check_layouts_beside(chosen, zero, memory, pin or {})
+            check_layouts_beside(chosen, zero, memory, pin or {}, recompute)
         often = chosen.micro_batches if chosen else micro_batches
         parts = often if request.form == "step" else 1
         if inputs == "local":
@@ -145,7 +138,7 @@ def compile(
             graph = replace(captured(replace(request, args=args, kwargs=kwargs, target=target)), batch=dims)
         resting = request.resting or (chosen and chosen.resting)
         stage = zero if request.zero is None else request.zero
-        options = Options(zero=stage, memory=memory, pin=layouts, resting=resting)
+        options = Options(zero=stage, memory=memory, pin=layouts, resting=resting, recompute=recompute, keep=keep)
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
         else:

@@ -21,6 +21,7 @@ from .plan import Plan
 from .reasons import Next, Term
 from .stage_text import stage_of_call
 from .traffic import Moved
+from .twins import is_twin, original
 from .units import bytes_text, seconds_text
 
 TERMS = 8
@@ -90,6 +91,11 @@ def _call(plan: Plan, call: str, told: set[tuple[Term, ...]]) -> list[str]:
     if took is not None:
         lines.append(f"  {seconds_text(took)} of compute" if took else "  a view: costs nothing")
     lines += stage_of_call(plan, call)
+    if call in plan.recompute:
+        lines.append("  not kept for backward, which makes it again")
+    if is_twin(call):
+        lines.append(f"  backward makes again what {_named(original(call))} gave, and as that did")
+        return [*lines, *(f"  needs {line}" for line in _needs(plan, call))]
     for axis in plan.choices[call]:
         lines += _axis(plan, call, axis, told)
     lines += [f"  needs {line}" for line in _needs(plan, call)]

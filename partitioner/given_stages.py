@@ -69,7 +69,9 @@ def _on(where_: int | tuple[int, ...] | None) -> str:
     return f"stage {where_}" if isinstance(where_, int) else f"stages {', '.join(map(str, where_))}"
 
 
-def check_layouts_beside(plan: Plan, zero: int | str, memory: int | None, pin: Mapping[str, str]) -> None:
+def check_layouts_beside(
+    plan: Plan, zero: int | str, memory: int | None, pin: Mapping[str, str], recompute: str = "auto"
+) -> None:
     """Raises:
     PlanError: options beside a given plan that it does not follow. Defaults say nothing.
     """
@@ -79,6 +81,7 @@ def check_layouts_beside(plan: Plan, zero: int | str, memory: int | None, pin: M
             f"plan="
         )
     said = [f"pin={dict(pin)}"] * bool(pin) + [f"memory={memory}"] * (memory is not None)
+    said += [f"recompute={recompute!r}"] * (recompute != "auto")
     if said:
         raise PlanError(
             f"{' and '.join(said)} beside plan=: a given plan is followed as it is, nothing is decided again; leave "

@@ -20,6 +20,7 @@ from .graph import Graph
 from .mesh import TIME, Mesh
 from .plan import Plan
 from .planner import Decide, Options, make_plan
+from .recompute import with_recompute
 from .strategies import never_empty
 from .wishes import wishes
 
@@ -27,11 +28,18 @@ from .wishes import wishes
 def make_plan_in_time(
     graph: Graph, mesh: Mesh, options: Options, micro_batches: int, decide: Decide | None = None
 ) -> tuple[Graph, Plan]:
-    """`make_plan`, for a step that is run in so many micro-batches.
+    """`make_plan`, for a step that is run in so many micro-batches, and what backward makes again.
 
     Raises:
         PlanError: the batch has too few rows for so many micro-batches on this mesh.
     """
+    made = _laid_out(graph, mesh, options, micro_batches, decide)
+    return with_recompute(*made, options.recompute, options.keep)
+
+
+def _laid_out(
+    graph: Graph, mesh: Mesh, options: Options, micro_batches: int, decide: Decide | None
+) -> tuple[Graph, Plan]:
     if micro_batches == 1:
         return make_plan(graph, mesh, options, decide)
     _check_sizes(graph, micro_batches)

@@ -46,6 +46,7 @@ class Plan:
         resting: {parameter: layout} between uses; optimizer state and gradients rest alike.
         zero: 0 | 1 | 2 | 3, the ZeRO stage that `resting` stands for.
         again: tensors whose copies in another layout are not kept for backward but made again there.
+        recompute: values of forward that are not kept for backward: it makes them again (`twins.py`).
         decomposed: calls replaced by simpler ops so that a factor could be split.
         micro_batches: parts of the batch that a step goes through one after another.
         stages: where forward is cut, and which stage every call belongs to; None without a pipeline.
@@ -64,6 +65,7 @@ class Plan:
     resting: Mapping[str, Layout]
     zero: int = 0
     again: frozenset[str] = frozenset()
+    recompute: frozenset[str] = frozenset()
     decomposed: tuple[str, ...] = ()
     micro_batches: int = 1
     stages: Stages | None = None
@@ -120,6 +122,7 @@ class Plan:
             "resting": {name: layout_to_list(layout) for name, layout in sorted(self.resting.items())},
             "choices": {name: {a: _choice_text(c) for a, c in by.items()} for name, by in self.choices.items()},
             "again": sorted(self.again),
+            "recompute": sorted(self.recompute),
             "decomposed": list(self.decomposed),
             "notes": list(self.notes),
         }
@@ -155,6 +158,7 @@ class Plan:
                 zero=body["zero"],
                 micro_batches=int(body["micro_batches"]),
                 again=frozenset(body["again"]),
+                recompute=frozenset(body.get("recompute", ())),
                 decomposed=tuple(body["decomposed"]),
                 stages=Stages.from_body(body) if "cuts" in body else None,
                 schedule=from_text("\n".join(body["schedule"])) if "schedule" in body else None,

@@ -43,6 +43,7 @@ from .solve import Solution, solve
 from .states import Prices
 from .strategies import HEAVY, Choice, marked_atoms, never_empty
 from .tables import Tables
+from .twins import with_twins
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Options:
 
     `resting` is how parameters already lie on the ranks: a further program of the same model must take them so. `held`:
     of the bytes of parameters, and of those that backward reads, how much a rank holds at once, for `memory`: in a
-    pipeline a rank holds one stage, and few micro-batches are in flight.
+    pipeline a rank holds one stage, and few micro-batches are in flight. `keep`: pins of what backward reads, see
+    `keep.py`.
     """
 
     zero: int | str = "auto"
@@ -60,6 +62,8 @@ class Options:
     resting: Mapping[str, Layout] | None = None
     micro_batches: int = 1
     held: tuple[float, float] = (1.0, 1.0)
+    recompute: str = "auto"
+    keep: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,7 @@ def _made(draft: Draft, bound: float) -> tuple[Graph, Plan]:
 def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Graph, Plan]:
     """A saved plan on a freshly captured graph, checked: every call is there and every choice is legal."""
     graph = decompose_calls(graph, plan.decomposed).graph if plan.decomposed else graph
+    graph = with_twins(graph, plan.recompute)[0] if plan.recompute else graph
     names = {n.name for n in graph.calls()}
     missing = sorted(names ^ set(plan.choices))
     if missing:
@@ -321,6 +326,7 @@ def _finished(draft: Draft) -> Plan:
     )
     if (given := draft.given) is not None:
         plan = replace(plan, micro_batches=given.micro_batches, stages=given.stages, schedule=given.schedule)
+        plan = replace(plan, recompute=given.recompute)
     asked = {"zero": draft.options.zero, "memory": draft.options.memory, "pin": draft.options.pin}
     asked["pinned"] = {n.name: pins for n, pins in draft.case.pins.items()}
     return with_facts(plan, draft.graph, draft.factored, **asked)

@@ -26,11 +26,11 @@ def saved_values(graph: Graph, factored: Factored) -> frozenset[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:
         if is_tensor(node) and not node.meta.get("backward") and any(u.meta.get("backward") for u in node.users):
-            found.add(_base(node, factored))
+            found.add(base(node, factored))
     return frozenset(n for n in found if n.op == "call_function")
 
 
-def _base(value: fx.Node, factored: Factored) -> fx.Node:
+def base(value: fx.Node, factored: Factored) -> fx.Node:
     """The tensor that a view looks at."""
     while value.op == "call_function" and is_view(value) and not _copies(value):
         value = factored.operands[value][0]

@@ -5,14 +5,16 @@ Text made for review: the same plan gives the same text, and layers that decide 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .doing import by_module
+from .doing import by_module, costly, module_of
 from .fold import Folder
 from .plan import Plan
 from .stage_text import stage_lines
 from .traffic import Moved, Total, Traffic
+from .twins import is_twin, original
 from .units import bytes_text, seconds_text
 
 WIDEST = 56
@@ -20,7 +22,7 @@ WIDEST = 56
 
 
 def summary(plan: Plan) -> str:
-    lines = [*_head(plan), *_sent(plan), *_resting(plan), *_modules(plan)]
+    lines = [*_head(plan), *_sent(plan), *_again(plan), *_resting(plan), *_modules(plan)]
     if plan.compared:
         starts = f"stages start with {', '.join(_starts(plan))}"
         lines += ["pipeline", *(f"  {line}" for line in (starts, *plan.compared))]
@@ -78,6 +80,17 @@ def _sent(plan: Plan) -> list[str]:
     lines = ["a rank sends in a step", *columns(rows, right=(2, 3, 4))]
     again = _twice(plan.facts.moves)
     return [*lines, f"  {again} tensors of forward are sent again in backward, not kept"] if again else lines
+
+
+def _again(plan: Plan) -> list[str]:
+    """What backward makes again, by module, and what that takes."""
+    if not plan.recompute:
+        return []
+    count = Counter(module_of(plan, original(c)) for c in costly(plan) if is_twin(c))
+    took = sum(s for c, s in plan.facts.seconds.items() if is_twin(c)) if plan.facts is not None else 0.0
+    head = f"backward makes {sum(count.values())} calls of forward again" + (f", {seconds_text(took)}" if took else "")
+    rows = Folder(count).rows((module, str(n)) for module, n in count.items())
+    return [head, *columns(rows, right=(1,))] if rows else [head]
 
 
 def _twice(moves: Sequence[Moved]) -> int:

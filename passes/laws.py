@@ -2,6 +2,7 @@
 
     lint                  the fx graph is well formed
     layouts-agree         every operand has the layout its call needs; what leaves the program is whole or at rest
+    backward-reads-kept   backward reads no value of forward, and no copy of one in another layout, that it makes again
     primitives-chain      every primitive starts from the layout its operand has
     one-wait              every started collective is waited for exactly once
     backward-after-pause  no forward node follows the pause
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_map
 from ..partitioner.errors import LawError
 from ..partitioner.graph import is_tensor, tensor_operands, where
 from ..partitioner.layout import Layout, local_shape
-from ..partitioner.program import primitive
+from ..partitioner.program import primitive, reshard
 from ..partitioner.transfer import pause, start, wait
 from .draft import Draft
 
@@ -64,6 +65,27 @@ def _layouts_agree(draft: Draft, after: str) -> None:
             raise _broken("layouts-agree", after, value, f"{role} leaves as {have}, should be {need}")
 
 
+def _backward_reads_kept(draft: Draft, after: str) -> None:
+    plan = draft.plan
+    for node in draft.graph.fx.nodes if plan.recompute or plan.again else ():
+        if node.op != "call_function" or not node.meta.get("backward"):
+            continue
+        for x in node.all_input_nodes:
+            if x.op != "call_function" or x.meta.get("backward"):
+                continue
+            if x.name in plan.recompute:
+                raise _broken("backward-reads-kept", after, node, f"it reads {x.name}, which is not kept")
+            if x.target in (reshard, primitive) and (value := _resharded(x)).name in plan.again:
+                raise _broken("backward-reads-kept", after, node, f"it reads {x.name}, forward's copy of {value.name}")
+
+
+def _resharded(node: fx.Node) -> fx.Node:
+    """What the steps that lead to a node reshard."""
+    while node.target in (reshard, primitive):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def _primitives_chain(draft: Draft, after: str) -> None:
     for node in draft.graph.fx.nodes:
         pairs = []
@@ -97,6 +119,7 @@ def _backward_after_pause(draft: Draft, after: str) -> None:
 
 _LAWS: dict[str, Callable[[Draft, str], None]] = {
     "layouts-agree": _layouts_agree,
+    "backward-reads-kept": _backward_reads_kept,
     "primitives-chain": _primitives_chain,
     "one-wait": _one_wait,
     "backward-after-pause": _backward_after_pause,

@@ -1,6 +1,6 @@
 """The pass pipeline: from a graph and a plan to a program. Read top to bottom, it is the whole lowering.
 
-    insert_reshards   every operand gets the layout its call needs             (layouts-agree)
+    insert_reshards   every operand gets the layout its call needs             (layouts-agree, backward-reads-kept)
     expand_reshards   each reshard becomes its primitives                      (primitives-chain)
     insert_pause      outputs leave between forward and backward, if asked     (backward-after-pause)
     segments          with micro-batches or stages: a graph for every phase    (act_laws.py)

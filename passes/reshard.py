@@ -4,7 +4,7 @@ Before:  `y = op(x)` with x as [8, 4:tp], needed as [8, 4]
 After:   `x2 = reshard(x, [8, 4:tp] -> [8, 4]); y = op(x2)`
 
 Which ones there are, and who shares them, says `partitioner/reshards.py`. Law `layouts-agree`: every operand has the
-layout its call needs.
+layout its call needs. Law `backward-reads-kept`: backward reads what the plan keeps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def insert_reshards(draft: Draft) -> Draft:
     for reader, operands in given.items():
         _replace(reader, operands)
     draft.graph.output_node.args = (tuple(leaving),)
-    draft.established += ("layouts-agree",)
+    draft.established += ("layouts-agree", "backward-reads-kept")
     return draft
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn as nn
 
 from ..partitioner.errors import PlanError
+from ..partitioner.keep import WORDS
 from ..partitioner.layout import parse
 from ..partitioner.mesh import Mesh
 from ..partitioner.offload import offload_faults
@@ -63,6 +64,9 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if parts != "auto" and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
         yield f"micro_batches={parts!r}: give a whole number of at least 1, or 'auto'"
     yield from offload_faults(given["offload"], optimizer)
+    if given["recompute"] not in ("auto", "none", "full"):
+        what = f"recompute={given['recompute']!r}"
+        yield f"{what}: say 'auto', 'none' or 'full'; pin={{'layers.*': 'recompute'}} names parts"
     yield from _clip(given["clip_grad_norm"])
     memory = given["memory"]
     if memory is not None and not (_is_number(memory) and memory > 0):
@@ -117,6 +121,8 @@ def _pins(pin: Any, mesh: Mesh) -> Iterator[str]:
     for name, text in (pin or {}).items():
         if not isinstance(text, str):
             yield f"pin {name!r}: {text!r} is no layout text; write one like '[o:tp, i]'"
+            continue
+        if text in WORDS:
             continue
         if STAGE.fullmatch(text):
             if not any(mesh.role(a) == "pipeline" and mesh.sizes[a] > 1 for a in mesh.names):

@@ -33,12 +33,12 @@ def entries() -> list:
     return [pytest.param(name, marks=marks[name in FAST]) for name in ZOO]
 
 
-def one_step(name: str, axes: dict[str, Any]) -> tuple[mw.Compiled, list[str]]:
+def one_step(name: str, axes: dict[str, Any], **options: Any) -> tuple[mw.Compiled, list[str]]:
     """A model of the zoo after one step on a mesh, and every tensor that is further from float64 than allowed."""
     (model, inputs), (twin, _) = ZOO[name](), ZOO[name]()
     exact = state_after_a_step(Eager(exact_copy(twin), optimizer=adamw), exact_inputs(inputs))
     eager = state_after_a_step(Eager(twin, optimizer=adamw), inputs)
-    compiled = mw.compile(model, mw.Mesh(**axes), optimizer=adamw)
+    compiled = mw.compile(model, mw.Mesh(**axes), optimizer=adamw, **options)
     got = state_after_a_step(compiled, inputs)
     # AdamW's first step moves a parameter by lr * g / (|g| + eps): an error of g counts lr / eps times
     grads = {n: (g, exact["grads"][n]) for n, g in eager["grads"].items()}

@@ -277,6 +277,17 @@ WRONG = [
         "cannot be followed; 1B0",
     ),
     Wrong("zero=7", lambda: step(zero=7), "zero=7; 0, 1, 2, 3 or 'auto'"),
+    Wrong("recompute=True", lambda: step(recompute=True), "recompute=True; 'auto', 'none' or 'full'; pin="),
+    Wrong(
+        "a pin of what is kept that names nothing",
+        lambda: step(pin={"layer.*": "recompute"}),
+        "the pin 'layer.*' names no module and no call; for example",
+    ),
+    Wrong(
+        "recompute beside plan=",
+        lambda: step(plan=step().plan, recompute="full"),
+        "recompute='full' beside plan=; leave recompute= out",
+    ),
     Wrong(
         "memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; bytes; more ranks"
     ),

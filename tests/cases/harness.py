@@ -68,6 +68,8 @@ def on_mesh(axes: Axes) -> Callable[[Case, Built], Any]:
         asked = {"zero": case.ask.zero, "batch_dims": case.ask.batch_dims}
         if "pp" in axes:
             asked["micro_batches"] = case.ask.microbatches
+        if case.ask.recompute:
+            asked["recompute"] = "full"
         given = {k: v for k, v in asked.items() if v is not None}
         return mw.compile(built[0], mw.Mesh(**axes), **options(case, built), **given)
 
