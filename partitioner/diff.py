@@ -98,8 +98,8 @@ def _only(one: Plan, other: Plan, which: str) -> list[str]:
     lines = [f"only the {which} has {name}, at rest {one.resting[name]}" for name in params]
     for what, mine, theirs in (
         ("decomposes", one.decomposed, other.decomposed),
-        ("sends again in backward", sorted(one.again), other.again),
-        ("makes again in backward", sorted(one.recompute), other.recompute),
+        ("makes again in backward", sorted(one.again), other.again),
+        ("recomputes in backward", sorted(one.recompute), other.recompute),
     ):
         if names := _less(mine, theirs):
             lines.append(f"only the {which} {what} {', '.join(names[:4])}" + (" ..." if len(names) > 4 else ""))

@@ -208,7 +208,7 @@ def test_a_saved_plan_recomputes_as_the_first_did():
 def test_the_plan_tells():
     (_, none), (_, full) = planned("none"), planned("full")
     assert "calls of forward again" in full.summary() and "again" not in none.summary()
-    assert "only the second makes again in backward" in none.diff(full)
+    assert "only the second recomputes in backward" in none.diff(full)
     call = next(c for c in full.choices if is_twin(c))
     assert f"backward makes again what {original(call)} gave" in full.explain(call)
     assert "not kept for backward" in full.explain("blocks.0.up")
