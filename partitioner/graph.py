@@ -150,3 +150,16 @@ def _plain(x: Any) -> Any:
     if isinstance(x, slice):
         return (slice, x.start, x.stop, x.step)
     return (type(x), x if x == x else str(x))
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Of each node, the values it is the last to use; what the output returns is never freed."""
+    seen: set[fx.Node] = set()
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                if node.op != "output":
+                    out.setdefault(node, []).append(used)
+    return out

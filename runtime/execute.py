@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from ..partitioner import transfer
+from ..partitioner.graph import last_uses
 from .comm import Pause, Program, Start, Wait, take
 from .faults import RankError
 
@@ -100,7 +101,7 @@ class _Writer:
         self.names: dict[int, str] = {}
         self.axes: set[tuple[str, ...]] = set()
         self.inputs = self._fresh("inputs")
-        self.last_used = _last_uses(graph)
+        self.last_used = last_uses(graph)
 
     def _fresh(self, name: str) -> str:
         name = _identifier(name)
@@ -193,19 +194,6 @@ class _Writer:
         if type(value) in _PLAIN and not (isinstance(value, float) and value - value != 0):
             return repr(value)
         return self.bind(_value_name(value), value)
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Of each node, the values it is the last to use; what the output returns is never freed."""
-    seen: set[fx.Node] = set()
-    out: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for used in node.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                if node.op != "output":
-                    out.setdefault(node, []).append(used)
-    return out
 
 
 def _target_name(target: Callable[..., Any]) -> str:

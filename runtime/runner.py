@@ -24,7 +24,7 @@ class Runner:
 
     def __init__(self, program: Program, state: State, comm: Comm, device: torch.device):
         self.program, self.state, self.comm, self.device = program, state, comm, device
-        constants = {name: t.to(device) for name, t in program.constants.items()}
+        self.constants = constants = {name: t.to(device) for name, t in program.constants.items()}
         make = _InSegments if program.segments else _at_one_go
         comm.prepare_pairs(_pairs(program))
         self.ranks = [make(program, r, constants) for r in comm.ranks]

@@ -1,7 +1,6 @@
 """One rank's way through a program of segments: which it runs when, and the values it keeps in between.
 
-Values that differ from micro-batch to micro-batch are kept one for each, and all are let go of after their last use.
-What is put together over micro-batches grows as they come:
+What is kept, and until when, `partitioner/kept.py` says. What is put together over micro-batches grows as they come:
 
     sum, max, min    the first is taken as it is, the second makes new memory unless the first is nobody else's,
                      further ones are added in place; a sum below 32 bits is kept in float32 until the last
@@ -10,16 +9,17 @@ What is put together over micro-batches grows as they come:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..partitioner.kept import Kept
 from ..partitioner.layout import local_shape
 from ..partitioner.mesh import TIME
 from ..partitioner.program import Act, Collect, Program
 from ..partitioner.transfer import Transfer, transfer_of
-from .comm import Expect, Pause, Post, Wait, join
+from .comm import Expect, Pause, Post, Wait, join, take
 
 Run = Callable[[int, "int | None", list[Any]], Generator[Any, Any, Sequence[Any]]]
 """From (segment, micro-batch, its inputs) to a program that returns what it gives. The list may be emptied."""
@@ -38,22 +38,18 @@ class _Coming:
         self.handle, self.keys = handle, keys
 
 
-class Walk:
-    """What one rank does in a step, worked out once: the acts, and after which of them a value is let go of."""
+class Walk(Kept):
+    """What one rank does in a step, worked out once."""
 
     def __init__(self, program: Program, rank: int):
-        self.program, self.rank, self.acts = program, rank, program.acts(rank)
+        super().__init__(program, rank)
+        self.rank = rank
         grid = self.grid = program.plan.grid
-        self.count = program.plan.micro_batches
         self.joins: dict[str, tuple[Transfer, ...]] = {}
         for segment in program.segments:
             for c in segment.collects:
                 ranks = [i * program.mesh.world_size + rank for i in range(self.count)]
                 self.joins[c.whole] = tuple(transfer_of(c.step, grid, r) for r in ranks)
-        self.results = [v.name if v is not None else None for v in program.graph.output_values]
-        inputs = zip(program.graph.placeholders, program.graph.inputs, strict=True)
-        tangents = {int(role.name): node.name for node, role in inputs if role.kind == "tangent"}
-        self.tangents = [tangents[i] for i in program.tangents]
         self.values = {n.name: n.meta.get("val") for n in program.graph.fx.nodes}
         pipeline = [a for a in program.mesh.names if program.mesh.role(a) == "pipeline"]
         here = program.mesh.coord(rank)
@@ -62,35 +58,8 @@ class Walk:
             if pipeline
             else [rank]
         )
-        self.dropped = self._dropped()
 
-    def _dropped(self) -> list[list[Any]]:
-        """Per act the values that are not needed after it."""
-        needed = {(name, None) for name in self.results if name is not None}
-        out: list[list[Any]] = []
-        for act in reversed(self.acts):
-            touched = dict.fromkeys(self._touched(act))
-            out.append([key for key in touched if key not in needed])
-            needed |= touched.keys()
-        return out[::-1]
-
-    def _touched(self, act: Act) -> list[tuple[str, int | None]]:
-        """What an act reads or makes."""
-        if act.kind == "pause":
-            return [(name, None) for name in self.tangents]
-        if act.kind != "run":
-            return [self._key(name, act) for name in act.values]
-        segment = self.program.segments[act.segment]
-        names = (*segment.reads, *segment.gives, *(c.part for c in segment.collects))
-        return [self._key(name, act) for name in names]
-
-    def _key(self, name: str, act: Act) -> tuple[str, int | None]:
-        """Under which a value is kept; one that is read after all micro-batches is that of the last."""
-        if name not in self.program.timed:
-            return (name, None)
-        return (name, self.count - 1 if act.micro_batch is None else act.micro_batch)
-
-    def run(self, inputs: Mapping[str, Any], run: Run) -> Generator[Any, Any, list[Any]]:
+    def run(self, inputs: dict[str, Any], run: Run) -> Generator[Any, Any, list[Any]]:
         """The program: returns the whole program's outputs."""
         kept: dict[tuple[str, int | None], Any] = {}
         for name, x in inputs.items():
@@ -103,17 +72,17 @@ class Walk:
                     kept.pop(key, None)
                 continue
             segment = self.program.segments[act.segment]
-            yield from self._arrive((self._key(name, act) for name in segment.reads), kept)
-            given = [kept[self._key(name, act)] for name in segment.reads]
-            joined = {self._key(c.part, act) for c in segment.collects}
+            yield from self._arrive((self.key(name, act) for name in segment.reads), kept)
+            given = [kept[self.key(name, act)] for name in segment.reads]
+            joined = {self.key(c.part, act) for c in segment.collects}
             for key in dropped:
                 if key not in joined:
                     kept.pop(key, None)
             values = yield from run(act.segment, act.micro_batch, given)
             del given
-            kept |= zip((self._key(name, act) for name in segment.gives), values, strict=True)
+            kept |= zip((self.key(name, act) for name in segment.gives), values, strict=True)
             del values
-            yield from self._arrive((self._key(c.part, act) for c in segment.collects), kept)
+            yield from self._arrive((self.key(c.part, act) for c in segment.collects), kept)
             for c in segment.collects:
                 self._collect(c, act, kept)
             for key in dropped:
@@ -139,7 +108,7 @@ class Walk:
 
     def _talk(self, act: Act, kept: dict[Any, Any]) -> Generator[Any, Any, None]:
         """Send values to a rank of another stage, or begin to receive them."""
-        keys, peer = [self._key(name, act) for name in act.values], self.peers[act.peer]
+        keys, peer = [self.key(name, act) for name in act.values], self.peers[act.peer]
         at = act.micro_batch or 0
         where = f"{', '.join(act.values)}" + ("" if act.micro_batch is None else f" of micro-batch {at}")
         if act.kind == "send":
@@ -158,11 +127,11 @@ class Walk:
         for key in keys:
             coming = kept.get(key)
             if isinstance(coming, _Coming):
-                values = yield Wait(coming.handle)
+                values = take((yield Wait(coming.handle)))
                 kept |= zip(coming.keys, values, strict=True)
 
     def _collect(self, c: Collect, act: Act, kept: dict[Any, Any]) -> None:
-        part, whole, i = kept[self._key(c.part, act)], (c.whole, None), act.micro_batch
+        part, whole, i = kept[self.key(c.part, act)], (c.whole, None), act.micro_batch
         assert i is not None
         if c.step.kind == "all_gather":
             parts = [*kept.get(whole, ()), part]

@@ -1,0 +1,31 @@
+"""What our own ops run, by kind of device: for those who want to see the tensors that an op makes on its way.
+
+A dispatch mode sees `meshwright::attention` as one call. Calling the function here instead shows it as ATen calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import attention, cross_entropy, rms_norm
+
+ops = torch.ops.meshwright
+
+INSIDE: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ops.attention.default: (attention._cpu_forward, attention._cuda_forward),
+    ops.attention_backward.default: (attention._cpu_backward, attention._cuda_backward),
+    ops.nll.default: (cross_entropy._nll, cross_entropy._nll),
+    ops.nll_backward.default: (cross_entropy._nll_backward, cross_entropy._nll_backward),
+    ops.rms_norm.default: (rms_norm._forward, rms_norm._forward),
+    ops.rms_norm_backward.default: (rms_norm._backward, rms_norm._backward),
+}
+"""Of each op what runs on a CPU, and on a GPU."""
+
+
+def inside(op: Any, cuda: bool) -> Callable[..., Any] | None:
+    """The function that an op of ours runs; None for any other op."""
+    found = INSIDE.get(op)
+    return None if found is None else found[cuda]
