@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import random as draws
 from ..kernels.inside import inside
 from ..kernels.philox import CHUNK
+from .compat import DispatchMode
 
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 _DRAWS = frozenset({
@@ -94,7 +94,7 @@ def _number(n: Any) -> int:
     return n if isinstance(n, int) else 1
 
 
-class Storages(TorchDispatchMode):
+class Storages(DispatchMode):
     """Sees storages come and go. `now`, `peak`: bytes of those that are not among `known`.
 
     Args:
