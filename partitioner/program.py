@@ -55,6 +55,8 @@ class Segment:
         reads, gives: names of values, as in the whole program.
         collects: what is put together of what it gives.
         rank_graph: its graph on a rank of the grid (`Plan.grid`): at a micro-batch, where it is timed.
+        phase: a loop over micro-batches where it is odd, between two loops where it is even.
+        stage, part: of a pipeline: its virtual stage, and in a loop "F", "B", "W" or "BW", else "".
     """
 
     name: str
@@ -64,6 +66,15 @@ class Segment:
     gives: tuple[str, ...]
     collects: tuple[Collect, ...]
     rank_graph: Callable[[int], fx.Graph]
+    phase: int = 0
+    stage: int | None = None
+    part: str = ""
+
+    def word(self, micro_batch: int | None) -> str:
+        """What it is called at a micro-batch: where there is a schedule, as there ("2F0")."""
+        if self.part:
+            return f"{self.stage}{self.part}{micro_batch}"
+        return self.name if micro_batch is None else f"{self.name} micro-batch {micro_batch}"
 
 
 @dataclass(frozen=True)

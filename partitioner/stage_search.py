@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .errors import PlanError
+from .factors import factor_graph
 from .graph import Graph
 from .mesh import Mesh
 from .micro import batch_sizes, can_be_cut, make_plan_in_time, retimed
@@ -29,6 +30,7 @@ from .send_recv import with_transfers
 from .simulate import simulate
 from .stage_work import Stagewise
 from .stages import Stages
+from .timeline import Timeline
 from .units import bytes_text, seconds_text
 
 COMPARED = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe")
@@ -215,8 +217,22 @@ class _Search:
 def simulated(graph: Graph, plan: Plan) -> tuple[float, int]:
     """Seconds of a step of a plan with a schedule, and the bytes of the rank that holds most."""
     assert plan.stages is not None and plan.schedule is not None
-    work = Cutter(graph, graph.factored, plan, Asked()).work
-    return step_seconds(plan.schedule, work.staged(plan.stages))
+    return step_seconds(plan.schedule, _staged(graph, plan))
+
+
+def simulated_timeline(graph: Graph, plan: Plan) -> Timeline:
+    """The loop over micro-batches of a plan with a schedule, in time."""
+    assert plan.schedule is not None
+    return _in_time(plan.schedule, _staged(graph, plan))
+
+
+def _staged(graph: Graph, plan: Plan) -> Stagewise:
+    assert plan.stages is not None
+    return Cutter(graph, graph.factored or factor_graph(graph), plan, Asked()).work.staged(plan.stages)
+
+
+def _in_time(schedule: Schedule, stagewise: Stagewise) -> Timeline:
+    return simulate(post_ahead(with_transfers(schedule, stagewise.edges, stagewise.gradients)), stagewise.costs)
 
 
 def _schedules(asked: Asked, ranks: int, micro_batches: int) -> list[Schedule]:
@@ -241,6 +257,6 @@ def _schedules(asked: Asked, ranks: int, micro_batches: int) -> list[Schedule]:
 
 def step_seconds(schedule: Schedule, stagewise: Stagewise) -> tuple[float, int]:
     """Seconds of a step on given stages, and the bytes of the rank that holds most."""
-    timed = simulate(post_ahead(with_transfers(schedule, stagewise.edges, stagewise.gradients)), stagewise.costs)
+    timed = _in_time(schedule, stagewise)
     once = [math.fsum(stagewise.once[s] for s in schedule.stages_of(r)) for r in range(schedule.ranks)]
     return timed.seconds + max(once), max(timed.peak)

@@ -116,7 +116,7 @@ def _stage_index(mesh: Mesh, rank: int) -> int:
 
 def _segment(part: Part, device: torch.device) -> Segment:
     of_rank = _by_rank(part.draft, device)
-    return Segment(part.name, part.draft.graph, part.timed, part.reads, part.gives, part.collects, of_rank)
+    return Segment(part.name, part.draft.graph, part.timed, part.reads, part.gives, part.collects, of_rank, *part.where)
 
 
 def _by_rank(draft: Draft, device: torch.device) -> Callable[[int], fx.Graph]:

@@ -50,6 +50,8 @@ class Part:
     reads: tuple[str, ...]
     gives: tuple[str, ...]
     collects: tuple[Collect, ...]
+    where: tuple[int, int | None, str]
+    """Its phase, its virtual stage, if there are any, and its part."""
 
 
 @dataclass
@@ -237,7 +239,8 @@ class _Cutter:
             established=("primitives-chain",),
         )
         reads_, gives_ = tuple(x.name for x in reads), tuple(n.name for n in gives)
-        return Part(self._name(slot), made, timed, reads_, gives_, joins)
+        where = (slot[0], None if self.plan.stages is None else slot[2], slot[3])
+        return Part(self._name(slot), made, timed, reads_, gives_, joins, where)
 
     def _elsewhere(self, user: fx.Node, stage: int, mine: set[fx.Node]) -> bool:
         """Whether a reader runs in another segment: what is free may run in this one and in others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from ..partitioner.mesh import Mesh
 from ..partitioner.offload import Offload
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
+from ..partitioner.stage_search import simulated_timeline
 from ..partitioner.stages import Stages
 from .agree import check_agreement
 from .autograd import Suspended, Through
@@ -29,6 +31,7 @@ from .host import OffloadReport
 from .initialise import initialise
 from .launch import comm_for, watch_here
 from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
+from .record import Record
 from .runner import Runner
 from .signature import signature, text
 from .state import State
@@ -88,6 +91,7 @@ class Compiled:
         self._state: State | None = None
         self._runners: dict[Any, Runner] = {}
         self._last: Program | None = None
+        self._record: Record | None = None
         self._anchor = torch.zeros((), requires_grad=True)
 
     @property
@@ -170,7 +174,7 @@ class Compiled:
             self._runners[key] = runner
         if runs and self._state is not None:
             self._state.require_values()
-        self._last = runner.program
+        self._last, runner.record = runner.program, self._record
         return runner
 
     def _capture(self, request: Request, shapes: str) -> Runner:
@@ -353,6 +357,26 @@ class Compiled:
         from .dump import write
 
         write(self._runners, self.program, Path(folder))
+
+    @contextlib.contextmanager
+    def recorded(self, path: str | Path | None = None) -> Iterator[Record]:
+        """Time what runs in the `with` block, per rank; every process enters it alike.
+
+        `print(record)` after it tells how long each rank computed and waited. `path`: a trace for Perfetto or
+        chrome://tracing, of all ranks (the first process writes it); the simulated step stands beside the measured one
+        where the plan has a schedule.
+        """
+        record = self._record = Record()
+        try:
+            yield record
+        finally:
+            self._record = None
+        record.close(self.comm, self.mesh, self.device)
+        plan = self.plan
+        if plan.schedule is not None and plan.stages is not None:
+            record.simulated = simulated_timeline(self.program.captured, plan)
+        if path is not None and 0 in self.comm.ranks:
+            record.write(path)
 
     def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run a step on one device and on the mesh in this process, compare every tensor of every op.

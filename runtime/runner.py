@@ -12,6 +12,8 @@ from ..partitioner.layout import take_local
 from ..partitioner.program import Program, Segment
 from .comm import Comm
 from .execute import RankProgram, compile_rank
+from .rank_log import Log
+from .record import Record
 from .state import State, pipeline_ranks
 from .walk import Walk
 
@@ -20,7 +22,9 @@ RankRun = Callable[[list[Any]], Generator[Any, Any, Any]]
 
 
 class Runner:
-    """A program made ready for the ranks that live here."""
+    """A program made ready for the ranks that live here. `record`: notes what they do, where it is set."""
+
+    record: Record | None = None
 
     def __init__(self, program: Program, state: State, comm: Comm, device: torch.device):
         self.program, self.state, self.comm, self.device = program, state, comm, device
@@ -49,9 +53,15 @@ class Runner:
 
     def _programs(self, tensors: list[torch.Tensor], step: int, local: bool) -> list[Any]:
         return [
-            run(self._inputs(i, rank, tensors, step, local))
+            self._started(run, rank, self._inputs(i, rank, tensors, step, local))
             for i, (run, rank) in enumerate(zip(self.ranks, self.comm.ranks, strict=True))
         ]
+
+    def _started(self, run: Any, rank: int, inputs: list[Any]) -> Generator[Any, Any, Any]:
+        if self.record is None:
+            return run(inputs)
+        log = self.record.of(self.program.mesh, rank, self.device)
+        return log.following(run(inputs, log) if isinstance(run, _InSegments) else run(inputs))
 
     def run(self, tensors: list[torch.Tensor], step: int, local: bool = False) -> list[torch.Tensor]:
         """Run to the end; gradients are added to the shards', buffers replaced. Returns the output tensors."""
@@ -112,8 +122,8 @@ class _InSegments:
         mine = {act.segment for act in self.walk.acts if act.kind == "run"}
         self.parts = {i: _of_micro_batches(program, program.segments[i], rank, constants) for i in sorted(mine)}
 
-    def __call__(self, inputs: list[Any]) -> Generator[Any, Any, Any]:
-        return self.walk.run(dict(zip(self.names, inputs, strict=True)), self._run)
+    def __call__(self, inputs: list[Any], log: Log | None = None) -> Generator[Any, Any, Any]:
+        return self.walk.run(dict(zip(self.names, inputs, strict=True)), self._run, log)
 
     def _run(self, segment: int, micro_batch: int | None, given: list[Any]) -> Generator[Any, Any, Any]:
         return self.parts[segment][micro_batch or 0](given)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from ..partitioner.kept import Kept
+from ..partitioner.kept import Kept, Key
 from ..partitioner.layout import local_shape
 from ..partitioner.mesh import TIME
 from ..partitioner.program import Act, Collect, Program
 from ..partitioner.transfer import Transfer, transfer_of
 from .comm import Expect, Pause, Post, Wait, join, take
+from .rank_log import Log
 
 Run = Callable[[int, "int | None", list[Any]], Generator[Any, Any, Sequence[Any]]]
 """From (segment, micro-batch, its inputs) to a program that returns what it gives. The list may be emptied."""
@@ -58,20 +59,29 @@ class Walk(Kept):
             if pipeline
             else [rank]
         )
+        self.for_backward: dict[str, set[int | None]] = {}
+        for s in (program.segments[act.segment] for act in self.acts if act.kind == "run"):
+            for name in s.reads if s.part not in ("", "F") else ():
+                self.for_backward.setdefault(name, set()).add(s.stage)
 
-    def run(self, inputs: dict[str, Any], run: Run) -> Generator[Any, Any, list[Any]]:
-        """The program: returns the whole program's outputs."""
+    def run(self, inputs: dict[str, Any], run: Run, log: Log | None = None) -> Generator[Any, Any, list[Any]]:
+        """The program: returns the whole program's outputs. `log`: is told what begins."""
         kept: dict[tuple[str, int | None], Any] = {}
+        forward: set[tuple[int | None, int | None]] = set()
         for name, x in inputs.items():
             parts = enumerate(self._parts(name, x)) if name in self.program.timed else ((None, x),)
             kept |= {(name, i): part for i, part in parts}
         for act, dropped in zip(self.acts, self.dropped, strict=True):
+            if log is not None:
+                log.act(self.word(act), self.in_flight(kept, forward))
             if act.kind != "run":
                 yield from self._pause(kept) if act.kind == "pause" else self._talk(act, kept)
                 for key in dropped:
                     kept.pop(key, None)
                 continue
             segment = self.program.segments[act.segment]
+            at = {(segment.stage, act.micro_batch)}
+            forward = forward | at if segment.part == "F" else forward - at if "W" in segment.part else forward
             yield from self._arrive((self.key(name, act) for name in segment.reads), kept)
             given = [kept[self.key(name, act)] for name in segment.reads]
             joined = {self.key(c.part, act) for c in segment.collects}
@@ -89,6 +99,17 @@ class Walk(Kept):
                 kept.pop(key, None)
         yield from self._arrive([(name, None) for name in self.results if name is not None], kept)
         return [None if name is None else kept.get((name, None)) for name in self.results]
+
+    def word(self, act: Act) -> str:
+        """What an act is called in a trace."""
+        if act.kind == "run":
+            return self.program.segments[act.segment].word(act.micro_batch)
+        return f"{act.kind} {', '.join(act.values)}".rstrip()
+
+    def in_flight(self, kept: Iterable[Key], forward: set[tuple[int | None, int | None]]) -> int:
+        """Pairs of a virtual stage and a micro-batch, of those between F and W, for which something is kept."""
+        pairs = {(stage, i) for name, i in kept for stage in self.for_backward.get(name, ())}
+        return len(pairs & forward)
 
     def _parts(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
         """A rank's own part of an input ("local" inputs), cut into micro-batches."""
