@@ -26,6 +26,7 @@ from .partitioner.planner import Options, replan
 from .partitioner.stage_search import plan_step
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
+from .runtime.checkpoint_files import CheckpointError
 from .runtime.checks import check_options, check_target
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
 from .runtime.launch import check_world, device_here, mesh_here
@@ -33,8 +34,8 @@ from .runtime.optimizer import clip_grad_norm as _clip
 from .runtime.verify import VerifyError
 
 __all__ = [
-    "Calibration", "CalibrationError", "CaptureError", "Compiled", "LawError", "Mesh", "MeshwrightError", "Offload",
-    "Plan", "PlanError", "VerifyError", "calibrate", "clip_grad_norm_", "compile",
+    "Calibration", "CalibrationError", "CaptureError", "CheckpointError", "Compiled", "LawError", "Mesh",
+    "MeshwrightError", "Offload", "Plan", "PlanError", "VerifyError", "calibrate", "clip_grad_norm_", "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
 log = logging.getLogger("meshwright")

@@ -26,11 +26,14 @@ from ..partitioner.stage_search import simulated_timeline
 from ..partitioner.stages import Stages
 from .agree import check_agreement
 from .autograd import Suspended, Through
+from .checkpoint import Restored, Saving, fits, restore
+from .checkpoint_files import Checkpoint, CheckpointError, latest
 from .comm import Comm
 from .host import OffloadReport
 from .initialise import initialise
 from .launch import comm_for, watch_here
 from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
+from .plain import from_plain
 from .record import Record
 from .runner import Runner
 from .signature import signature, text
@@ -90,6 +93,8 @@ class Compiled:
         self.steps = 0
         self._state: State | None = None
         self._runners: dict[Any, Runner] = {}
+        self._pending: tuple[Checkpoint, bool] | None = None
+        self._saving: Saving | None = None
         self._last: Program | None = None
         self._record: Record | None = None
         self._anchor = torch.zeros((), requires_grad=True)
@@ -172,6 +177,7 @@ class Compiled:
         if runner is None:
             runner = self._capture(request, text(call))
             self._runners[key] = runner
+        self._take_pending()
         if runs and self._state is not None:
             self._state.require_values()
         self._last, runner.record = runner.program, self._record
@@ -250,7 +256,70 @@ class Compiled:
         from ..partitioner.layout import whole
 
         resting = {n: whole(p.shape) for n, p in self.model.named_parameters()}
-        return State(self.model, resting, self.mesh, self.comm, self.device)
+        state = State(self.model, resting, self.mesh, self.comm, self.device)
+        if self._pending is not None:
+            restore(self._pending[0], self, state, model_only=True)
+        return state
+
+    def _placed_or_initial(self) -> State:
+        return self._initial_state() if self._state is None else self._state
+
+    def save(self, path: str | Path, *, data: Any = None, keep: int | None = None, wait: bool = True) -> Saving:
+        """Write a checkpoint into a folder: parameters, buffers, optimizer, schedulers, the step, and `data`.
+
+        Each process writes what its ranks own, into a folder that all share; the older checkpoints there are whole
+        until this one is. See docs/checkpoints.md.
+
+        Args:
+            data: where the data stands, or what else is to come back from `load`: numbers, texts, lists, dicts.
+            keep: how many checkpoints stay in `path`, this one included; None for all.
+            wait: False to write beside training, from a copy; call `.wait()` on what comes back.
+
+        Raises:
+            CheckpointError: it cannot be written, or the save before this one could not.
+            MeshwrightError: something of it cannot be written without pickling.
+        """
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise CheckpointError(f"keep={keep!r}: give the number of checkpoints that stay, at least 1, or None")
+        if self._pending is not None:
+            raise CheckpointError("a loaded checkpoint waits for the first call: make that before save()")
+        if self._saving is not None:
+            before, self._saving = self._saving, None
+            before.wait()
+        saving = Saving(self, Path(path).absolute(), data, keep)
+        if wait:
+            saving.wait()
+        else:
+            self._saving = saving
+        return saving
+
+    def load(self, path: str | Path, *, model_only: bool = False) -> Restored:
+        """Take a checkpoint of any mesh and options: the one at `path`, or the last saved in that folder.
+
+        Before the first call it is checked at once and taken when the parameters are placed.
+
+        Args:
+            model_only: parameters and buffers alone, without optimizer, schedulers and step.
+
+        Raises:
+            CheckpointError: it is damaged, partial, foreign or does not fit; names files and tensors, and nothing has
+                changed.
+        """
+        checkpoint = Checkpoint(latest(Path(path).absolute()))
+        if self._state is None:
+            fits(checkpoint, self, model_only)
+            checkpoint.read(list(checkpoint.tensors), lambda name, value: None)
+            self._pending = (checkpoint, model_only)
+        else:
+            restore(checkpoint, self, self._state, model_only)
+        found = checkpoint.manifest
+        return Restored(found["step"], from_plain(found["data"]), checkpoint.folder)
+
+    def _take_pending(self) -> None:
+        """A checkpoint loaded before the first call, now that there is where to put it."""
+        if self._pending is not None and self._state is not None:
+            restore(self._pending[0], self, self._state, self._pending[1])
+            self._pending = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Whole tensors under the keys of the model's own `state_dict`."""

@@ -186,13 +186,20 @@ class State:
     def _anywhere(self, here: bool) -> bool:
         """Whether something holds on any rank: where there are stages, others may hold what this one does not."""
         axes = tuple(a for a in self.mesh.names if self.mesh.role(a) == "pipeline" and self.mesh.sizes[a] > 1)
-        if not axes or len(self.comm.ranks) == self.mesh.world_size:
-            return here
-        flag = torch.tensor(int(here), device=self.device)
-        return bool(self.comm.run([_largest(flag, axes)])[0])  # type: ignore[list-item]
+        return bool(largest(self.comm, self.mesh, self.device, int(here), axes))
 
     def whole_buffer(self, name: str) -> torch.Tensor:
         return self.buffers[name][0].clone()
+
+
+def largest(
+    comm: Comm, mesh: Mesh, device: torch.device, number: int, axes: tuple[str, ...] | None = None
+) -> int:
+    """The largest of the numbers that the ranks along some axes (all, by default) come with."""
+    axes = tuple(a for a in mesh.names if mesh.sizes[a] > 1) if axes is None else axes
+    if not axes or len(comm.ranks) == mesh.world_size:
+        return number
+    return int(comm.run([_largest(torch.tensor(number, device=device), axes)])[0])  # type: ignore[list-item]
 
 
 def _largest(flag: torch.Tensor, axes: tuple[str, ...]) -> Iterator[Any]:

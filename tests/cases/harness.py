@@ -1,9 +1,10 @@
 """Runs a case on one device and on a mesh by the same program, and says where the two differ.
 
-A case is run up to three ways, each on freshly built models:
+A case is run up to four ways, each on freshly built models:
 
     steps    every step of the case by `step`: losses, gradients, buffers, parameters, norms
     forward  one call as the model, then the caller's own backward: outputs, gradients, gradients of the inputs
+    resumed  the steps of the case, the first of them on another mesh and saved there; with damage, the load must fail
     slices   backward on each of `accumulate` slices of the batch, then one optimizer step
 
 What this harness does not do yet is said aloud: `later` names the reason, for a case or for a mesh.
@@ -12,8 +13,10 @@ What this harness does not do yet is said aloud: `later` names the reason, for a
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import meshwright as mw
@@ -23,7 +26,7 @@ from torch.utils import _pytree as pytree
 from .oracle import Eager, loss_of
 from .registry import Axes, Built, Case
 
-LATER_ASKS = ("save_resume", "damage", "fault", "scaler", "offload")
+LATER_ASKS = ("fault", "scaler")
 AXES_RUN_HERE = {"dp", "tp", "cp", "ep", "pp"}
 SEED = 1234
 
@@ -70,6 +73,8 @@ def on_mesh(axes: Axes) -> Callable[[Case, Built], Any]:
             asked["micro_batches"] = case.ask.microbatches
         if case.ask.recompute:
             asked["recompute"] = "full"
+        if case.ask.offload:
+            asked["offload"] = "full"
         given = {k: v for k, v in asked.items() if v is not None}
         return mw.compile(built[0], mw.Mesh(**axes), **options(case, built), **given)
 
@@ -128,6 +133,45 @@ def slices(make: Callable, case: Case, built: Built) -> Run:
         if trainer.optimizer:
             trainer.optimizer.step()
     return run.gathered(trainer)
+
+
+def resumed(make: Callable, case: Case, built: Built) -> Run:
+    """Saved after some steps on the mesh `from`, loaded by a new trainer, which does the rest."""
+    asked = case.ask.save_resume
+    assert asked is not None
+    run, first = Run(), on_mesh(asked["from"])(case, case.build())
+    with tempfile.TemporaryDirectory() as folder:
+        run.losses += [float(first.step(*built[1], **built[2])) for _ in range(asked["after"])]
+        saved = first.save(folder).path
+        trainer = make(case, built)
+        if case.ask.damage:
+            DAMAGE[case.ask.damage](saved)
+            run.losses.append(float(trainer.step(*built[1], **built[2])))
+            unchanged_by_failure(trainer, saved)
+        trainer.load(folder)
+        run.losses += [float(trainer.step(*built[1], **built[2])) for _ in range(case.ask.steps - asked["after"])]
+    return run.gathered(trainer)
+
+
+def cut_a_shard(saved: Path) -> None:
+    shard = min(saved.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-64])
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "cut the last 64 bytes off one shard file": cut_a_shard,
+    "delete one shard file": lambda saved: max(saved.glob("*.safetensors")).unlink(),
+}
+
+
+def unchanged_by_failure(trainer: Any, saved: Path) -> None:
+    """Raises:
+    AssertionError: a load that fails has changed something.
+    """
+    before = trainer.state_dict()
+    with contextlib.suppress(mw.MeshwrightError):
+        trainer.load(saved)
+    assert all(torch.equal(x, before[n]) for n, x in trainer.state_dict().items())
 
 
 def cast(case: Case) -> contextlib.AbstractContextManager:
@@ -199,6 +243,9 @@ def complaints(case: Case, axes: Axes) -> list[str]:
         if case.ask.check and program is forward:
             problems += case.ask.check(got)
         found += [f"{program.__name__}: {p}" for p in problems]
+    if case.ask.save_resume:
+        want, got = run_fresh(steps, reference, case), run_fresh(resumed, on_mesh(axes), case)
+        found += [f"resumed: {p}" for p in differences(want, got, case.ask.tol)]
     return found
 
 
