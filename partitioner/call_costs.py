@@ -7,6 +7,7 @@ The roofline is that of the busiest rank (`compute_cost.py`); `cost.call_seconds
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Cost:
         local, share = self._local_lengths(i)
         moved = np.zeros(self.count)
         outs = m.node.meta["val"] if isinstance(m.node.meta["val"], (tuple, list)) else (m.node.meta["val"],)
-        tensors = [(o.meta["val"], d) for o, d in zip(m.operands, m.shape.inputs, strict=True)]
+        tensors = [(o.meta["val"], self._seen(i, k, local)) for k, o in enumerate(m.operands)]
         tensors += [(t, d) for t, d in zip(outs, m.shape.outputs, strict=False) if isinstance(t, torch.Tensor)]
         for t, dims in tensors:
             if dims is not None:
@@ -65,19 +66,35 @@ class Cost:
 
     def _local_lengths(self, i: int) -> tuple[dict[Leaf, np.ndarray], np.ndarray]:
         """Of each leaf that some value splits its longest piece, and the share of the iteration space that is."""
-        m, made = self.made.members[i], self.made
-        local: dict[Leaf, np.ndarray] = {}
-        for axis, (_, ranks) in enumerate(self.prices.axes):
-            picks = [c[i] for c in made.choices[axis]]
-            column = made.joint[:, axis]
-            for leaf in {p for p in picks if isinstance(p, tuple)}:
-                size = local.get(leaf, np.full(self.count, float(m.shape.leaves[leaf[0]][leaf[1]])))
-                taken = np.array([p == leaf for p in picks])[column]
-                local[leaf] = np.where(taken, np.ceil(size / ranks), size)
+        m = self.made.members[i]
+        every = dict.fromkeys(c[i] for axis in self.made.choices for c in axis)
+        leaves = [leaf for leaf in every if isinstance(leaf, tuple)]
+        local = {leaf: self._cut(i, leaf, m.shape.leaves[leaf[0]][leaf[1]]) for leaf in leaves}
         share = np.ones(self.count)
         for leaf, size in local.items():
             share = share * (size / max(1, m.shape.leaves[leaf[0]][leaf[1]]))
         return local, share
+
+    def _cut(self, i: int, leaf: Leaf, length: int) -> np.ndarray:
+        """Of something so long the longest piece, cut where call `i` splits a leaf."""
+        size = np.full(self.count, float(length))
+        for axis, (_, ranks) in enumerate(self.prices.axes):
+            taken = np.array([c[i] == leaf for c in self.made.choices[axis]])[self.made.joint[:, axis]]
+            size = np.where(taken, np.ceil(size / ranks), size)
+        return size
+
+    def _seen(self, i: int, operand: int, local: dict[Leaf, np.ndarray]) -> Any:
+        """The dims of an operand; one that is seen through a window counts as the rows of it that its split leaves."""
+        shape = self.made.members[i].shape
+        dims = shape.inputs[operand]
+        for (k, dim), (factor, _) in shape.rule.windows.items():
+            leaf = (factor, 0)
+            if k == operand and leaf in local:
+                size = max(1, math.prod(n for _, n in dims[dim]))
+                seen = ("window", size)
+                local[seen] = self._cut(i, leaf, size)
+                dims = (*dims[:dim], ((seen, size),), *dims[dim + 1 :])
+        return dims
 
     def _elements(self, dims: Any, local: dict[Leaf, np.ndarray]) -> Any:
         fixed, out = 1.0, None

@@ -100,10 +100,13 @@ def path(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step
     """The cheapest steps from one layout to another of the same tensor.
 
     Raises:
-        ValueError: the layouts are of different tensors, or `after` is a partial max or min that `before` is not.
+        ValueError: the layouts are of different tensors, `before` is seen through a window, or `after` is a partial max
+            or min that `before` is not.
     """
     if before == after:
         return ()
+    if windowed_dims(before):
+        raise ValueError(f"no path from {before}: a rank's rows are what a window needs, no piece of the whole")
     if windowed_dims(after):
         every = (_steps_through(before, way, mesh, itemsize) for way in ways(before, after))
         return min(every, key=lambda steps: sum(seconds(s, mesh, itemsize) + STEP for s in steps))
@@ -116,7 +119,12 @@ def path(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step
 
 def _steps_through(before: Layout, way: tuple[Layout, ...], mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
     """The steps to the first layout of a way, then a window each."""
-    steps = list(path(before, way[0], mesh, itemsize))
+    return (*path(before, way[0], mesh, itemsize), *window_steps(way, mesh))
+
+
+def window_steps(way: tuple[Layout, ...], mesh: Mesh) -> tuple[Step, ...]:
+    """The steps of a way of `halo.ways` that add its windows."""
+    steps = []
     for dim, here, there in zip(windowed_dims(way[-1]), way, way[1:], strict=False):
         kind = window_kind(here, there, dim, mesh)
         steps.append(Step(kind, there.dims[dim][0].axes, here, there, target=(dim, 0)))

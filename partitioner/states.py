@@ -6,24 +6,26 @@ values:
 
     price[x, y] = D[state given by x, state needed by y]          (D: `transitions.Transitions`)
 
-A need to see a dim through a window (a halo) is the need of the split, and the halo's own seconds beside it.
+A dim seen through a window is reached as `collective.path` does it: from a layout w without windows, its own piece held
+or the whole dim, then a halo or a slice.
+
+    price[x, y] = min over w of  D[state given by x, w] + seconds(w -> state needed by y)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from . import moves, transitions
-from .collective_cost import collective_seconds
-from .layout import Layout
+from . import halo, moves, transitions
+from .collective import seconds, window_steps
+from .layout import Factor, Layout
 from .mesh import Mesh
 from .strategies import Seen, State
-from .transitions import Transitions, open_factors
-from .window import exchange, most_sent
+from .transitions import STEP, Transitions, open_factors
 
 WHOLE = 0
 OPS = {"sum": -1, "max": -2, "min": -3}
@@ -111,6 +113,7 @@ class Prices:
         self.axes = tuple((a, n) for a, n in mesh.axes if n > 1 and mesh.role(a) != "pipeline")
         self.names = tuple(a for a, _ in self.axes)
         self._known: dict[tuple, tuple[np.ndarray, States, States]] = {}
+        self._windows: dict[tuple, list[tuple[Layout, float]]] = {}
 
     def between(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
         """(unique states of `have`, unique states of `want`): seconds. `lengths`: the tensor's factors."""
@@ -144,9 +147,10 @@ class Prices:
         place = {1 + f: i for i, f in enumerate(chosen)} | {WHOLE: moves.WHOLE}
         place |= {OPS[op]: moves.PARTIAL - i for i, op in enumerate(ops)}
         rows, columns = self._numbers(table, have, chosen, place), self._numbers(table, want, chosen, place)
-        price = np.minimum(table.rows(rows)[:, columns], UNREACHABLE)
+        found = table.rows(rows)
+        price = np.minimum(found[:, columns], UNREACHABLE)
         if want.seen:
-            price = price + self._halos(math.prod(lengths) * itemsize, have, want)
+            self._through_windows(lengths, itemsize, price, want, _To(table, chosen, found))
         return price
 
     def _numbers(self, table: Transitions, states: States, chosen: tuple[int, ...], place: dict[int, int]) -> list[int]:
@@ -160,19 +164,57 @@ class Prices:
             found.append(table.shape.index[tuple([marks[f] for f in chosen]), partial])
         return found
 
-    def _halos(self, nbytes: float, have: States, want: States) -> np.ndarray:
-        out = np.zeros((len(have.unique), len(want.unique)))
-        for (j, axis), seen in want.seen.items():
-            other = math.prod(n for i, (_, n) in enumerate(self.axes) if i != axis and want.unique[j][i] > 0)
-            cost = self._halo(seen, nbytes / other, axis)
-            out[:, j] += [cost if state[axis] != WHOLE else 0.0 for state in have.unique]
-        return out
+    def _through_windows(self, lengths: tuple[int, ...], size: int, price: np.ndarray, want: States, to: _To) -> None:
+        """Put the seconds of the needs that see through windows in their columns of `price`."""
+        for j in dict.fromkeys(j for j, _ in want.seen):
+            ways = [(to.rows[:, to.number(start)], after) for start, after in self._ways(lengths, size, want, j)]
+            price[:, j] = np.minimum(np.minimum.reduce([first + after for first, after in ways]), UNREACHABLE)
 
-    def _halo(self, seen: Seen, nbytes: float, axis: int) -> float:
-        """Seconds of the rows that neighbours send, each rank of the axis holding its own piece."""
-        rows = most_sent(exchange(seen.own, seen.size, seen.through, (self.axes[axis][1],)))
-        sent = nbytes * rows / max(1, seen.size)
-        return float(collective_seconds("halo", self.mesh.levels((self.names[axis],)), sent)) if rows else 0.0
+    def _ways(self, lengths: tuple[int, ...], itemsize: int, want: States, j: int) -> list[tuple[Layout, float]]:
+        """The layouts, without windows, that lead to a need, and the seconds from there on: `halo.ways`."""
+        marks = want.marks[j] if want.marks is not None else self._in_mesh_order(want.unique[j], len(lengths))
+        seen = {want.unique[j][axis] - 1: s for (n, axis), s in want.seen.items() if n == j}
+        key = (lengths, itemsize, want.unique[j], marks, tuple(seen.items()))
+        if key not in self._windows:
+            before, after = _layouts(lengths, marks, seen)
+            named = {code: op for op, code in OPS.items()}
+            partial = tuple(sorted((a, named[c]) for a, c in zip(self.names, want.unique[j], strict=True) if c < 0))
+            found = self._windows[key] = []
+            for way in halo.ways(before, replace(after, partial=partial)):
+                took = sum(seconds(s, self.mesh, itemsize) + STEP for s in window_steps(way, self.mesh))
+                found.append((way[0], took))
+        return self._windows[key]
+
+
+@dataclass(frozen=True)
+class _To:
+    """A table of transitions read from some states: `rows` of seconds to each of its states."""
+
+    table: Transitions
+    chosen: tuple[int, ...]
+    rows: np.ndarray
+
+    def number(self, layout: Layout) -> int:
+        flat = [f.axes for d in layout.dims for f in d]
+        return self.table.shape.index[tuple([flat[i] for i in self.chosen]), layout.partial]
+
+
+def _layouts(
+    lengths: tuple[int, ...], marks: tuple[tuple[str, ...], ...], seen: Mapping[int, Seen]
+) -> tuple[Layout, Layout]:
+    """A tensor of these factors whole, and as it is needed; `seen`: by the first factor of a dim what sees it.
+
+    Dims that no window sees are of one factor each: to a window it is all the same.
+    """
+    before, after, i = [], [], 0
+    while i < len(lengths):
+        size, stop = lengths[i], i + 1
+        while i in seen and size < seen[i].size:
+            size, stop = size * lengths[stop], stop + 1
+        before.append(tuple(Factor(n) for n in lengths[i:stop]))
+        after.append((Factor(size, marks[i], seen[i].through if i in seen else None),))
+        i = stop
+    return Layout(tuple(before)), Layout(tuple(after))
 
 
 def local_bytes(lengths: tuple[int, ...], itemsize: int, states: States, prices: Prices) -> np.ndarray:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .collective import Step, path
+from .halo import ways, windowed_dims
 from .layout import Layout, Spot
 from .mesh import TIME, Mesh
 
@@ -78,6 +79,8 @@ def _enter(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> list[Ste
         steps = list(_in_space(before, ready, mesh, itemsize))
         return [*steps, Step("zero", (TIME,), ready, after)]
     ready = after.with_axes(spot, ())
+    if windowed_dims(after):  # rows are sent to neighbours in each micro-batch, after the slice
+        ready = next(ways(before, ready))[0]
     steps = list(_in_space(before, ready, mesh, itemsize))
     cut = ready.with_axes(spot, (TIME,))
     return [*steps, Step("slice", (TIME,), ready, cut, target=spot), *_in_space(cut, after, mesh, itemsize)]

@@ -137,6 +137,43 @@ class Convs(nn.Module):
         return F.cross_entropy(self.out(torch.cat([h, u], 1).mean((2, 3))), y)
 
 
+class Recurrent(nn.Module):
+    """An LSTM of two layers, read at its last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(6, 12, num_layers=2, batch_first=True), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.rnn(x)
+        return F.cross_entropy(self.out(hidden[:, -1]), y)
+
+
+@torch.library.custom_op("random_plans::mirrored", mutates_args=())
+def mirrored(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Not pointwise along the last dim: no rule is written for it, so one is discovered."""
+    return x.flip(-1) * scale
+
+
+mirrored.register_fake(lambda x, scale: torch.empty_like(x))
+mirrored.register_autograd(
+    lambda ctx, g: (torch.ops.random_plans.mirrored(g, ctx.scale), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[1]),
+)
+
+
+class Custom(nn.Module):
+    """A residual MLP around an op that the planner has never heard of."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.g, self.norm, self.out = nn.Linear(6, 12), nn.Linear(12, 6), nn.LayerNorm(6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x + self.g(torch.ops.random_plans.mirrored(torch.tanh(self.f(x)), 0.5)))
+        return F.cross_entropy(self.out(x).flatten(0, 1), y.flatten())
+
+
 Built = tuple[nn.Module, dict[str, Any]]
 
 
@@ -158,13 +195,14 @@ MODELS: dict[str, Callable[[], Built]] = {
     "dropout": lambda: gpt(layers=1, drop=0.3),
     "norms": lambda: (Norms(), {"x": torch.randn(6, 6), "y": torch.randint(0, 5, (6,))}),
     "convs": lambda: (Convs(), {"x": torch.randn(4, 3, 8, 8), "y": torch.randint(0, 5, (4,))}),
-    "t5": ZOO["t5"],
+    "recurrent": lambda: (Recurrent(), {"x": torch.randn(6, 4, 6), "y": torch.randint(0, 5, (6,))}),
+    "custom": lambda: (Custom(), {"x": torch.randn(6, 4, 6), "y": torch.randint(0, 5, (6, 4))}),
     "moe": ZOO["mixtral"],
-}
+} | {name: ZOO[name] for name in ("t5", "llama", "gpt2", "bert", "vit", "resnet", "unet")}
 DRAWS = {"dropout"}
 """Models that draw random numbers: one device runs the captured program, not eager PyTorch."""
 
-SINGLE = {"t5": 1e-4, "moe": 1e-4}
+SINGLE = {"t5": 1e-4, "moe": 1e-4, "llama": 1e-4, "gpt2": 1e-4, "bert": 1e-4}
 """Models that compute in float32 whatever their dtype: how far from one device they may be."""
 
 

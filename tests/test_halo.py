@@ -12,11 +12,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_ranks
-from meshwright.partitioner.collective import path, wire_bytes
+from meshwright.partitioner.collective import path, path_seconds, wire_bytes
 from meshwright.partitioner.layout import Factor, Layout, take_local, whole
 from meshwright.partitioner.mesh import Mesh
 from meshwright.partitioner.rules.space import apart
+from meshwright.partitioner.states import Prices, layout_states
+from meshwright.partitioner.strategies import Seen
+from meshwright.partitioner.through_time import way
 from meshwright.partitioner.transfer import local_slice, sent_bytes, slice_args, transfer_of
+from meshwright.partitioner.transitions import STEP
 from meshwright.partitioner.window import Through, Window, chunk, exchange
 from meshwright.runtime.comm import Start, Wait
 from meshwright.runtime.distributed import DistributedComm
@@ -140,6 +144,25 @@ def _formula(mesh, axes, size, made, window, rank):
     return total
 
 
+@RUNS
+@given(windows().filter(lambda w: w[0] > 1 and w[1] > 1), st.integers(2, 4), st.booleans(), st.integers(1, 1000))
+def test_a_window_is_priced_as_its_steps_are(case, ranks, beside, width):
+    """A bug that was: a halo's seconds on top of the split's, where a gather and a slice were cheaper and emitted."""
+    size, made, window = case
+    links = {"p": "eth-100", "q": "nvlink4"}
+    mesh = Mesh(p=ranks, q=2, device="h100", links=links)
+    befores = [whole((2, size, width)), *(whole((2, size, width)).with_axes(at, ("p",)) for at in ((1, 0), (2, 0)))]
+    after = windowed((2, size, width), 1, ("p",), window, made)
+    if beside:
+        befores, after = [b.with_axes((0, 0), ("q",)) for b in befores], after.with_axes((0, 0), ("q",))
+    want = layout_states([after], mesh.names)
+    want.seen[0, 0] = Seen((1, 0), Through(window, made), (size, 1), size)
+    prices = Prices(mesh).between((2, size, width), 4, layout_states(befores, mesh.names), want)[:, 0]
+    for price, before in zip(prices, befores, strict=True):
+        steps = path(before, after, mesh, 4)
+        assert price == pytest.approx(path_seconds(before, after, mesh, 4) + STEP * len(steps))
+
+
 def test_a_dim_of_several_factors_is_seen_as_one():
     mesh, window = Mesh(p=2, device="cpu"), Window(3, 1, 1)
     x = torch.randn(10, 4)
@@ -149,6 +172,18 @@ def test_a_dim_of_several_factors_is_seen_as_one():
     comm = InProcessComm(mesh)
     for rank, part in enumerate(comm.run([program(x, before, after, mesh, r) for r in comm.ranks])):
         torch.testing.assert_close(part, x[: 6 + 1] if rank == 0 else x[6 - 1 :])
+
+
+def test_rows_are_sent_in_each_micro_batch_and_not_before():
+    """A bug that was: an input entered the loop over micro-batches through its window, then the halo was made again."""
+    grid = Mesh(x=2, y=2, device="cpu").in_time(2)
+    before = whole((4, 3, 16))
+    seen = (Factor(16, ("y",), Through(Window(3, padding=1), 16)),)
+    after = Layout(((Factor(4, ("micro", "x")),), *before.dims[1:2], seen))
+    steps = way(before, after, grid, 4)
+    assert [s.before for s in steps] == [before, *(s.after for s in steps[:-1])]
+    assert steps[-1].after == after
+    assert not any(f.through for s in steps for d in s.before.dims for f in d)
 
 
 def test_two_windows_bring_the_corners_too():
