@@ -19,6 +19,7 @@ from .partitioner.heads import fitted_mesh
 from .partitioner.keep import keep_pins
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
+from .partitioner.mesh_search import Machine, Search
 from .partitioner.offload import Offload, offload_of
 from .partitioner.pipeline import Asked, stage_pins
 from .partitioner.plan import Plan
@@ -27,7 +28,7 @@ from .partitioner.stage_search import plan_step
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
-from .runtime.checks import check_options, check_target
+from .runtime.checks import check_options, check_search, check_target
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
 from .runtime.launch import check_world, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
@@ -35,7 +36,8 @@ from .runtime.verify import VerifyError
 
 __all__ = [
     "Calibration", "CalibrationError", "CaptureError", "CheckpointError", "Compiled", "LawError", "Mesh",
-    "MeshwrightError", "Offload", "Plan", "PlanError", "VerifyError", "calibrate", "clip_grad_norm_", "compile",
+    "MeshwrightError", "Offload", "Plan", "PlanError", "VerifyError", "auto_mesh", "calibrate", "clip_grad_norm_",
+    "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
 log = logging.getLogger("meshwright")
@@ -165,6 +167,67 @@ def compile(
     elif args or given:
         compiled.trace(*args, target=target, **given)
     return compiled
+
+
+def auto_mesh(
+    model: nn.Module,
+    devices: int,
+    *,
+    device: str | None = None,
+    per_node: int | None = None,
+    links: dict[str, str] | None = None,
+    args: tuple | list = (),
+    kwargs: dict[str, Any] | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    zero: int | str = "auto",
+    micro_batches: int | str = "auto",
+    schedule: str = "auto",
+    recompute: str = "auto",
+    memory: int | None = None,
+    batch_dims: dict[Any, int | None] | None = None,
+    seed: int = 0,
+) -> Mesh:
+    """The mesh of so many devices on which a step of this model is predicted to be fastest.
+
+    The program is captured once and planned on shapes with roles (`dp`, `tp`, `pp`) and with free axes; shapes that a
+    lower bound rules out are not planned. Nothing is allocated: the model may be on the meta device.
+
+    Args:
+        devices: how many ranks.
+        device: a preset name; detected from the machine when None.
+        per_node: devices of a node; None: at most 8 on GPUs, all of them on a CPU.
+        links: `{"gpu": link inside a node, "node": link between nodes}`; by default the device's own, and `"ib-ndr"`.
+        args, kwargs: an example call of the global batch; `kwargs["target"]` is the loss's.
+        memory: bytes a device may use; None: what the preset has.
+        loss, zero, micro_batches, schedule, recompute, batch_dims, seed: as for `compile`.
+
+    Returns:
+        The mesh; `print("\n".join(mesh.compared))` shows what was compared, what each took, and why it lost.
+
+    Raises:
+        PlanError: an option is wrong, or no mesh of so many devices can be planned; the message says why of each.
+        CaptureError: the program cannot be captured.
+    """
+    check_loss(loss)
+    check_search(devices, per_node, links, args, kwargs)
+    check_options(
+        model, Mesh(dp=devices, device=device), args=args, loss=loss, optimizer=None, zero=zero,
+        micro_batches=micro_batches, schedule=schedule, offload="none", recompute=recompute, clip_grad_norm=None,
+        memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, seed=seed,
+    )  # fmt: skip
+    given, named = dict(kwargs or {}), links or {}
+    request = Request("step", tuple(args), given, given.pop("target", None))
+    graph = capture(
+        model, request.args, given, target=request.target, loss=_loss(loss, request), seed=seed, batch_dims=batch_dims
+    )
+    preset = Mesh(dp=devices, device=device).device
+    nodes_of = per_node or (devices if preset.name == "cpu" else next(k for k in range(8, 0, -1) if devices % k == 0))
+    machine = Machine(devices, nodes_of, preset.name, named.get("gpu"), named.get("node", "ib-ndr"))
+    room = int(preset.memory) if memory is None else memory
+    asked = Options(zero=zero, memory=room, recompute=recompute)
+    search = Search(graph, machine, asked, micro_batches, schedule)
+    search.run()
+    return search.best.mesh.beside(search.table())
 
 
 def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch.Tensor] | None:

@@ -54,6 +54,8 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     device: Device
     links: tuple[tuple[str, Link], ...] = field(default=())
+    compared: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Lines of what `auto_mesh` compared; no part of what the mesh is."""
 
     def __init__(
         self,
@@ -84,6 +86,13 @@ class Mesh:
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "links", links)
+
+    def beside(self, compared: tuple[str, ...]) -> Mesh:
+        """This mesh, with the lines of what it was compared to."""
+        made = Mesh.__new__(Mesh)
+        made._set(self.axes, self.device, self.links)
+        object.__setattr__(made, "compared", compared)
+        return made
 
     def __hash__(self) -> int:
         return hash(self.axes)  # meshes are keys of caches: what is long is left to ==

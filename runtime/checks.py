@@ -29,6 +29,32 @@ def check_options(model: Any, mesh: Mesh, **given: Any) -> None:
         raise PlanError("; ".join(faults))
 
 
+def check_search(devices: Any, per_node: Any, links: Any, args: Any, kwargs: Any) -> None:
+    """Check what `auto_mesh` takes and `compile` does not.
+
+    Raises:
+        PlanError: some of it is wrong; the message names every fault.
+    """
+    faults = list(_search_faults(devices, per_node, links))
+    if not args and not kwargs:
+        faults.append("auto_mesh plans the program of a call: pass args=(x,) or kwargs={...}, tensors on meta will do")
+    if faults:
+        raise PlanError("; ".join(faults))
+
+
+def _search_faults(devices: Any, per_node: Any, links: Any) -> Iterator[str]:
+    whole = isinstance(devices, int) and not isinstance(devices, bool) and devices >= 2
+    if not whole:
+        yield f"devices={devices!r}: give a whole number of at least 2"
+    if per_node is not None:
+        if not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1:
+            yield f"per_node={per_node!r}: give the devices of a node, a whole number of at least 1"
+        elif whole and devices % per_node:
+            yield f"devices={devices} are no whole number of nodes of per_node={per_node}: change one of them"
+    if not isinstance(links, (dict, type(None))) or set(links or ()) - {"gpu", "node"}:
+        yield f"links={links!r}: give {{'gpu': the link inside a node, 'node': the link between nodes}}"
+
+
 def check_target(loss: Callable | None, target: Any) -> None:
     """Raises:
     PlanError: there is a target that nobody takes, or none for a loss that needs one.

@@ -22,6 +22,7 @@ from ..partitioner.mesh import Mesh
 from ..partitioner.offload import Offload
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
+from ..partitioner.report_page import page
 from ..partitioner.stage_search import simulated_timeline
 from ..partitioner.stages import Stages
 from .agree import check_agreement
@@ -446,6 +447,10 @@ class Compiled:
             record.simulated = simulated_timeline(self.program.captured, plan)
         if path is not None and 0 in self.comm.ranks:
             record.write(path)
+
+    def report(self, path: str | Path) -> None:
+        """Write the plan as one HTML page that needs no network: summary, schedule, traffic, layouts, reasons."""
+        Path(path).write_text(page(self.plan), encoding="utf-8")
 
     def verify(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run a step on one device and on the mesh in this process, compare every tensor of every op.
