@@ -10,22 +10,26 @@ from typing import Any
 
 import torch
 
-from . import attention, cross_entropy, rms_norm
+from . import attention, cross_entropy, linear_cross_entropy, rms_norm
 
 ops = torch.ops.meshwright
 
-INSIDE: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {
+INSIDE: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     ops.attention.default: (attention._cpu_forward, attention._cuda_forward),
     ops.attention_backward.default: (attention._cpu_backward, attention._cuda_backward),
     ops.nll.default: (cross_entropy._nll, cross_entropy._nll),
     ops.nll_backward.default: (cross_entropy._nll_backward, cross_entropy._nll_backward),
-    ops.rms_norm.default: (rms_norm._forward, rms_norm._forward),
-    ops.rms_norm_backward.default: (rms_norm._backward, rms_norm._backward),
+    ops.rms_norm.default: (rms_norm._forward, None),
+    ops.rms_norm_backward.default: (rms_norm._backward, None),
+    ops.linear_nll.default: (linear_cross_entropy._forward, linear_cross_entropy._forward),
+    ops.linear_max.default: (linear_cross_entropy._max, linear_cross_entropy._max),
+    ops.linear_sums.default: (linear_cross_entropy._sums, linear_cross_entropy._sums),
+    ops.linear_nll_backward.default: (linear_cross_entropy._backward, linear_cross_entropy._backward),
 }
-"""Of each op what runs on a CPU, and on a GPU."""
+"""Of each op what runs on a CPU, and on a GPU; None for a kernel that makes nothing but its results."""
 
 
 def inside(op: Any, cuda: bool) -> Callable[..., Any] | None:
-    """The function that an op of ours runs; None for any other op."""
+    """The function that an op of ours runs; None for a kernel, and for any other op."""
     found = INSIDE.get(op)
     return None if found is None else found[cuda]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ class Held:
                 if role.name in self.trained:
                     self.shards.append((nbytes // dtype.itemsize, dtype))
         return out
+
+    def elements(self) -> int:
+        """Elements of the parameters that rest here."""
+        nodes = zip(self.program.graph.placeholders, self.program.graph.inputs, strict=True)
+        mine = [n for n, role in nodes if role.kind == "param" and self._lives(str(role.name))]
+        return sum(math.prod(self._shape(self.program.layouts[n.name], 0)) for n in mine)
 
     def _lives(self, name: str) -> bool:
         stages = self.program.plan.stages

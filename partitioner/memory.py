@@ -89,7 +89,8 @@ class Model:
         self.cuda = program.mesh.device.name != "cpu" if cuda is None else cuda
         vals = [n.meta["val"] for n in program.captured.fx.nodes if is_tensor(n)]
         calls = Calls(next((v.fake_mode for v in vals if hasattr(v, "fake_mode")), None), self.cuda)
-        named = Named(_kinds(program), wire or (NCCL if self.cuda else ONE_PROCESS))
+        self.wire = wire or (NCCL if self.cuda else ONE_PROCESS)
+        named = Named(_kinds(program), self.wire)
         constants = {k: Spec(tuple(t.shape), tuple(t.stride()), t.dtype) for k, t in program.constants.items()}
         self.constants = sum(map(span, constants.values()))
         self.scripts = Scripts(calls, named, constants)
@@ -114,6 +115,10 @@ class Model:
         then = {what: n for what, n in ledger.then.items() if n}
         rests = {kind: n for kind, n in resident.items() if n}
         return MemoryTimeline(rank, rests, gradients, moments, ledger.peak, name, module, then)
+
+    def elements(self, rank: int) -> int:
+        """Elements of the parameters that rest on a rank."""
+        return Held(self.program, rank, self.scripts).elements()
 
     def peak(self) -> MemoryTimeline:
         """The timeline of the rank that holds most."""

@@ -1,7 +1,7 @@
 """What a comm holds of a collective between its start and its wait.
 
-    one process   operands until all have come, results in memory of their own: a gather's from the start (the last rank
-                  to come makes everybody's), a reduction's from the wait
+    one process   results, in memory of their own, from when the last rank comes: then operands are let go of. Ranks run
+                  in turn, so that is taken as the start; one that comes early holds its operands a little longer
     gloo, nccl    packed copies of operands (of one that is cut or joined along its leading dim: itself) until the wait,
                   what is received from the start; results look at that, or are put together of it at the wait
 
@@ -40,7 +40,7 @@ def use(wire: str, transfers: Sequence[Transfer], sent: Sequence[int], got: Sequ
     first, many = transfers[0], len(transfers) > 1
     kind, total, whole = first.kind, sum(sent), sum(got)
     if wire == ONE_PROCESS:
-        return Use(results="early") if kind == "all_gather" else Use()
+        return Use(keeps=False, results="early")
     if kind == "all_reduce":
         return Use(results="operand") if consume and not many else Use(total, False, 0, "copied")
     even = all(len(set(t.gather_sizes)) <= 1 and len(set(t.split_sizes)) <= 1 for t in transfers)

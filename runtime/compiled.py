@@ -18,13 +18,17 @@ import torch.utils._pytree as pytree
 
 from ..partitioner.errors import MeshwrightError, PlanError
 from ..partitioner.explain import explain
+from ..partitioner.memory import Model
+from ..partitioner.memory_report import MemoryReport, memory_report
 from ..partitioner.mesh import Mesh
 from ..partitioner.offload import Offload
+from ..partitioner.optimizer_bytes import SGD
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
 from ..partitioner.report_page import page
 from ..partitioner.stage_search import simulated_timeline
 from ..partitioner.stages import Stages
+from ..partitioner.wires import GLOO, NCCL, ONE_PROCESS
 from .agree import check_agreement
 from .autograd import Suspended, Through
 from .checkpoint import Restored, Saving, fits, restore
@@ -399,6 +403,22 @@ class Compiled:
         if self.optimizer is None:
             raise MeshwrightError("offload_report is of the optimizer's state: pass optimizer=lambda m: ... to compile")
         return self.optimizer.report()
+
+    def memory_report(self) -> MemoryReport:
+        """What every stage holds over a step of the program that ran last, and what would take less; printable.
+
+        The optimizer's state is that of AdamW, unless it is SGD, none, or all of it away on the host.
+
+        Raises:
+            MeshwrightError: no program has been made yet.
+        """
+        wire = ONE_PROCESS if len(self.comm.ranks) == self.mesh.world_size else None
+        if wire is None:
+            wire = NCCL if self.device.type == "cuda" else GLOO
+        program = self.program
+        room = (program.plan.facts.asked.get("memory") if program.plan.facts else None) or self.mesh.device.memory
+        stepper = self.optimizer.stepper() if self.optimizer else SGD
+        return memory_report(Model(program, wire, stepper, self.device.type == "cuda"), int(room))
 
     # -- the plan
     @property

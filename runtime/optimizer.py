@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn as nn
 
 from ..partitioner.errors import MeshwrightError
 from ..partitioner.offload import Offload
+from ..partitioner.optimizer_bytes import ADAMW, SGD, Stepper
 from ..partitioner.transfer import Transfer
 from .comm import Start, Wait
 from .host import HostShards, OffloadReport, added
@@ -82,6 +84,14 @@ class Optimizers:
     def report(self) -> OffloadReport:
         """What rests on the host and what has been copied."""
         return added([h.report(o) for h, o in zip(self.host, self.each, strict=True)])
+
+    def stepper(self) -> Stepper:
+        """What it holds on the device, as the memory model counts it: AdamW's, until it is made."""
+        if self.offload.offload_optimizer == "cpu" and self.offload.ratio == 1:
+            return SGD
+        if not self.each or not isinstance(self.each[0], torch.optim.SGD):
+            return ADAMW
+        return replace(SGD, moments=int(self.each[0].defaults["momentum"] != 0))
 
     def zero_grad(self) -> None:
         for optimizer in self.each:

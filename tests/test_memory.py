@@ -80,3 +80,35 @@ def test_what_an_optimizer_makes_while_it_steps(made: Any):
     shards = [(p.numel(), p.dtype) for p in parameters]
     assert stepper.state(shards) == sum(x.nbytes for x in state)
     assert abs(stepper.inside(shards, cuda=False) - seen.peak) <= 64
+
+
+def test_a_report_says_what_stands_and_what_would_take_less():
+    model, batch = tied()
+    compiled = mw.compile(model, mw.Mesh(dp=2, device="cpu"), kwargs=batch, optimizer=adamw, zero=0)
+    report = compiled.memory_report()
+    n = sum(p.numel() for p in model.parameters())
+    (rank,) = report.ranks
+    assert report.elements == (n,) and report.fits and report.peak == rank.peak
+    counts = 4 * sum(1 for _ in model.parameters())
+    assert (rank.resident["parameters"], rank.gradients) == (4 * n, 4 * n)
+    assert rank.resident["optimizer"] == 8 * n + counts
+    page = str(report)
+    wanted = ("bytes a parameter", "peak", "zero=1: up to", "micro_batches=2", "holds most at")
+    assert all(words in page for words in wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_at_rest_are_those_of_zero(zero: int, ranks: int):
+    """fp32 Adam: 16 bytes an element without, 16 / N with a stage; see docs/memory.md."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    net[0].bias = net[2].bias = None
+    x = torch.randn(8, 64)
+    compiled = mw.compile(
+        net, mw.Mesh(dp=ranks, device="cpu"), args=(x,), loss=lambda y: y.square().mean(), optimizer=adamw, zero=zero
+    )
+    made = Model(compiled.program).of(0)
+    share = ranks if zero else 1
+    n = 2 * 64 * 64 // share
+    assert (made.resident["parameters"], made.gradients, made.resident["optimizer"]) == (4 * n, 4 * n, 8 * n + 8)
