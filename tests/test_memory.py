@@ -102,8 +102,7 @@ def test_a_report_says_what_stands_and_what_would_take_less():
 def test_bytes_at_rest_are_those_of_zero(zero: int, ranks: int):
     """fp32 Adam: 16 bytes an element without, 16 / N with a stage; see docs/memory.md."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-    net[0].bias = net[2].bias = None
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64, False), torch.nn.Tanh(), torch.nn.Linear(64, 64, False))
     x = torch.randn(8, 64)
     compiled = mw.compile(
         net, mw.Mesh(dp=ranks, device="cpu"), args=(x,), loss=lambda y: y.square().mean(), optimizer=adamw, zero=zero
