@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch import run_ranks
+from safetensors.torch import load_file, save_file
 from small import mesh
 from torch import nn
 
@@ -179,6 +180,13 @@ def test_a_failed_save_beside_training_is_told_at_the_next(tmp_path: Path, monke
             one.compiled.save(tmp_path)
     assert one.compiled.load(tmp_path).path == good
     one.compiled.save(tmp_path)
+
+
+def test_a_state_dict_goes_through_one_file(tmp_path: Path):
+    one, new = Training({"dp": 2}, zero=3).go(1).compiled, Training({"tp": 2}).go(1).compiled
+    save_file({n: x.clone() for n, x in one.state_dict().items()}, tmp_path / "whole.safetensors")
+    new.load_state_dict(load_file(tmp_path / "whole.safetensors"))
+    same(new.state_dict(), one.state_dict())
 
 
 # -- processes
