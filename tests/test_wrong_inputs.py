@@ -50,6 +50,9 @@ def untouched(**options: Any) -> mw.Compiled:
     return mw.compile(mlp(), mesh(), **options)
 
 
+X6 = torch.ones(4, 6)
+
+
 class Wilful(nn.Module):
     """A linear layer whose forward then does something with the data's values."""
 
@@ -128,6 +131,18 @@ WRONG = [
     Wrong("a mesh without axes", lambda: mw.Mesh(), "needs axes; got no axis"),
     Wrong("a mesh size that is no whole number", lambda: mw.Mesh(dp=2.0), "got dp=2.0"),  # type: ignore[arg-type]
     Wrong("an unknown device", lambda: mw.Mesh(dp=2, device="h1000"), "no device preset 'h1000'; h100"),
+    Wrong("auto_mesh of one device", lambda: mw.auto_mesh(mlp(), 1, args=(X6,)), "at least 2"),
+    Wrong(
+        "auto_mesh of half a node",
+        lambda: mw.auto_mesh(mlp(), 12, per_node=8, args=(X6,)),
+        "devices=12 are no whole number of nodes of per_node=8",
+    ),
+    Wrong("auto_mesh without a call", lambda: mw.auto_mesh(mlp(), 4), "pass args="),
+    Wrong(
+        "auto_mesh with links of axes",
+        lambda: mw.auto_mesh(mlp(), 4, args=(X6,), links={"tp": "nvlink4"}),
+        "the link inside a node",
+    ),
     Wrong("an unknown link", lambda: mw.Mesh(dp=2, links={"dp": "wifi"}), "no link preset 'wifi'; nvlink4"),
     Wrong("a link for an axis that the mesh has not", lambda: mw.Mesh(dp=2, links={"tp": "pcie4"}), "['tp']; ['dp']"),
     Wrong("a dict as the mesh", lambda: mw.compile(mlp(), {"dp": 2}), "meshwright.Mesh; not dict; Mesh(dp=2, tp=2)"),
