@@ -25,6 +25,7 @@ from .factors import Factored
 from .given import Pins, pinned_choices
 from .graph import Graph, is_getitem
 from .groups import Group
+from .joint_atoms import atoms_seen, closed_atoms
 from .rules.split import Leaf, Shape
 from .states import Prices, States, states_of
 from .strategies import (
@@ -382,32 +383,3 @@ def alone(member: Member, ways: list[tuple[Choice, ...]]) -> Joint:
     options = [list(dict.fromkeys(axis)) for axis in zip(*ways, strict=True)]
     joint = np.array([[some.index(c) for some, c in zip(options, way, strict=True)] for way in ways])
     return Joint([member], options, [[[c] for c in some] for some in options], joint, np.zeros(len(ways)))
-
-
-def atoms_seen(factored: Factored) -> dict[int, int]:
-    """Atoms that see each other through windows (the rows into and out of a convolution) are one for a group's values:
-    where one call splits the rows in, another splits the rows out. Each such atom, and the one that stands for them."""
-    stands: dict[int, int] = {}
-
-    def root(a: int) -> int:
-        while stands.get(a, a) != a:
-            a = stands[a]
-        return a
-
-    for node, shape in factored.shapes.items():
-        for (k, dim), (factor, _) in shape.rule.windows.items():
-            atoms = [*factored.dims[factored.operands[node][k]][dim]]
-            atoms += [a for leaf, a in factored.atoms[node].items() if leaf[0] == factor]
-            if atoms:
-                low = min(map(root, atoms))
-                stands |= {root(a): low for a in atoms} | {low: low}
-    return {a: root(a) for a in stands}
-
-
-def closed_atoms(factored: Factored) -> frozenset[int]:
-    """The atoms that some contraction needs whole."""
-    found: set[int] = set()
-    for node, shape in factored.shapes.items():
-        if shape.rule.flops >= HEAVY and shape.rule.whole:
-            found |= {a for leaf, a in factored.atoms[node].items() if leaf[0] in shape.rule.whole}
-    return frozenset(found)
