@@ -24,6 +24,7 @@ from .partitioner.offload import Offload, offload_of
 from .partitioner.pipeline import Asked, stage_pins
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, replan
+from .partitioner.precision import LossScale, Precision, precision_of
 from .partitioner.stage_search import plan_step
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
@@ -35,8 +36,9 @@ from .runtime.optimizer import clip_grad_norm as _clip
 from .runtime.verify import VerifyError
 
 __all__ = [
-    "Calibration", "CalibrationError", "CaptureError", "CheckpointError", "Compiled", "LawError", "Mesh",
-    "MeshwrightError", "Offload", "Plan", "PlanError", "VerifyError", "auto_mesh", "calibrate", "clip_grad_norm_",
+    "Calibration", "CalibrationError", "CaptureError", "CheckpointError", "Compiled", "LawError", "LossScale", "Mesh",
+    "MeshwrightError", "Offload", "Plan", "PlanError", "Precision", "VerifyError", "auto_mesh", "calibrate",
+    "clip_grad_norm_",
     "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
@@ -56,6 +58,7 @@ def compile(
     schedule: str = "auto",
     offload: str | Offload = "none",
     recompute: str = "auto",
+    precision: str | Precision | None = None,
     clip_grad_norm: float | tuple[float, float] | None = None,
     memory: int | None = None,
     pin: dict[str, str] | None = None,
@@ -84,6 +87,8 @@ def compile(
             `Offload` that says how much of it.
         recompute: what backward makes again in the place of keeping it: "none"; "full": of every block all but its
             inputs; "auto": nothing that was not pinned.
+        precision: None (the model's own dtypes), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`: the
+            parameters stay float32 and the program computes in working copies of them.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
         memory: bytes a device may use.
         pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}; and
@@ -109,18 +114,19 @@ def compile(
     check_loss(loss)
     check_options(
         model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
-        schedule=schedule, offload=offload, recompute=recompute, clip_grad_norm=clip_grad_norm, memory=memory,
-        pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout, seed=seed,
+        schedule=schedule, offload=offload, recompute=recompute, precision=precision, clip_grad_norm=clip_grad_norm,
+        memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout, seed=seed,
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
     rest, keep = keep_pins(pin or {})
     layouts, starts = stage_pins(rest)
+    low = precision_of(precision)
 
     def captured(request: Request) -> Graph:
         return capture(
             model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
-            backward=request.form != "forward", batch_dims=batch_dims,
+            backward=request.form != "forward", batch_dims=batch_dims, precision=low,
         )  # fmt: skip
 
     def build(request: Request):
@@ -129,7 +135,7 @@ def compile(
         mesh_now = request.mesh or fitted_mesh(mesh, graph)
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         if chosen:
-            check_beside(chosen, schedule, micro_batches)
+            check_beside(chosen, schedule, micro_batches, low)
             check_layouts_beside(chosen, zero, memory, pin or {}, recompute)
         often = chosen.micro_batches if chosen else micro_batches
         parts = often if request.form == "step" else 1
@@ -157,6 +163,7 @@ def compile(
         seed=seed,
         timeout=timeout,
         offload=offload_of(offload),
+        precision=low,
         build=build,
     )
     compiled = Compiled(model, mesh, device, settings)

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 
 from .graph import Role
 from .outputs import TENSOR, Traced, as_trees, unaliased
+from .precision import Precision, call, lowered
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,26 @@ class Call:
     Attributes:
         program: the module.
         held: every distinct parameter, then every distinct buffer, by its first name: what is tied is one input with
-            one gradient.
+            one gradient. Of a parameter with a working copy (`precision.py`) a tensor like that, without values.
+        masters: of those parameters the dtypes in which they rest.
         params: how many of them are parameters.
         tensors: the tensors of the call, in the order of `pytree.tree_leaves((args, kwargs, target))`.
         traced: what the last trace found of the output's form.
     """
 
-    def __init__(self, program: nn.Module, args: tuple, kwargs: dict[str, Any], target: Any, loss: Callable | None):
-        self.program, self.loss = program, loss
-        params = dict(program.named_parameters())
-        self.held = {**params, **dict(program.named_buffers())}
+    def __init__(
+        self,
+        program: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        target: Any,
+        loss: Callable | None,
+        precision: Precision | None = None,
+    ):
+        self.program, self.loss, self.precision = program, loss, precision
+        copies, params = lowered(precision, program), dict(program.named_parameters())
+        self.masters = {n: params[n].dtype for n in copies}
+        self.held = {n: _copy(p, copies.get(n, p.dtype)) for n, p in params.items()} | dict(program.named_buffers())
         self.params = len(params)
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs, target))
         self.places = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
@@ -67,13 +78,20 @@ class Call:
         args, kwargs, target = pytree.tree_unflatten(filled, self.spec)
         tied: Any = dict(zip(self.held, held, strict=True))
         program: Any = self.program
-        out = torch.func.functional_call(program, tied, args, kwargs, tie_weights=True)
-        if self.loss is not None:
-            out = self.loss(out, target)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(program, tied, args, kwargs, tie_weights=True)
+
+        out = call(self.precision, run, args, kwargs, target, self.loss)
         leaves, self.traced.spec = pytree.tree_flatten(as_trees(out))
         leaves = unaliased(leaves, tensors)
         self.traced.leaves = tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+
+def _copy(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The form of a parameter's working copy."""
+    return p if p.dtype == dtype else torch.empty_like(p, dtype=dtype, device="meta", requires_grad=p.requires_grad)
 
 
 def grad_role(of: Role) -> Role:

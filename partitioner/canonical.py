@@ -53,8 +53,11 @@ def place_random_ops(graph: fx.Graph, roles: tuple[Role, ...], seed: int) -> tup
     return graph, (*roles, Role("step", 0))
 
 
-def start_from_loss(graph: fx.Graph, roles: tuple[Role, ...]) -> tuple[Role, ...]:
-    """Backward starts from d loss / d loss = 1: the tangent of the loss becomes a constant."""
+def start_from_loss(graph: fx.Graph, roles: tuple[Role, ...], scaled: bool = False) -> tuple[Role, ...]:
+    """Backward starts from d loss / d loss = 1: the tangent of the loss becomes a constant. `scaled`: from the scale
+    of the loss, an input; the loss itself stays as it is."""
+    if scaled:
+        return _start_from_scale(graph, roles)
     for node, role in zip([n for n in graph.nodes if n.op == "placeholder"], roles, strict=True):
         if role.kind != "tangent":
             continue
@@ -66,6 +69,21 @@ def start_from_loss(graph: fx.Graph, roles: tuple[Role, ...]) -> tuple[Role, ...
         node.replace_all_uses_with(one)
         graph.erase_node(node)
     return tuple(r for r in roles if r.kind != "tangent")
+
+
+def _start_from_scale(graph: fx.Graph, roles: tuple[Role, ...]) -> tuple[Role, ...]:
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    for node, role in zip(nodes, roles, strict=True):
+        val = node.meta["val"]
+        if role.kind != "tangent" or val.dtype == torch.float32:
+            continue
+        with graph.inserting_before(next((n for n in graph.nodes if n in node.users), graph.output_node())):
+            cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": val.dtype})
+        cast.meta = dict(node.meta)
+        node.replace_all_uses_with(cast, delete_user_cb=lambda user, made=cast: user is not made)
+        with val.fake_mode:
+            node.meta = dict(node.meta) | {"val": val.to(torch.float32)}
+    return tuple(Role("scale", 0) if r.kind == "tangent" else r for r in roles)
 
 
 def clean(graph: fx.Graph) -> None:

@@ -31,6 +31,7 @@ from .errors import CaptureError
 from .graph import Graph
 from .lines import line_of
 from .outputs import result_builder
+from .precision import Precision, raise_gradients
 from .trace import trace
 
 SWAPS: dict[Callable, Callable] = {
@@ -59,6 +60,7 @@ def capture(
     backward: bool = True,
     seed: int = 0,
     batch_dims: dict[Any, int | None] | None = None,
+    precision: Precision | None = None,
 ) -> Graph:
     """The graph of one call of `program`.
 
@@ -70,17 +72,19 @@ def capture(
         backward: also record the backward pass; without a loss with one tangent per differentiable output.
         seed: of the random ops.
         batch_dims: {argument index or name: dim, or None for no batch}; see `Graph.batch`.
+        precision: what the program computes in; see `precision.py`.
 
     Raises:
         CaptureError: the program depends on data in a way no fixed graph can hold; names the user's line.
     """
-    call = Call(program, args, kwargs, target, loss)
+    call = Call(program, args, kwargs, target, loss, precision)
     with _named_faults(program), no_collection():
         joint = _traced(call, backward)
         graph, roles = joint.graph, joint.inputs
         _refuse_sparse(joint)
         if loss is not None:
-            roles = start_from_loss(graph, roles)
+            roles = start_from_loss(graph, roles, scaled=precision is not None and precision.scaling is not None)
+        raise_gradients(graph, joint.outputs, precision, call.masters)
         graph, roles = place_random_ops(graph, roles, seed)
         clean(graph)
     named = pytree.tree_flatten_with_path((args, kwargs, {"target": target}))[0]
@@ -93,6 +97,8 @@ def capture(
         result_builder(call.traced),
         tuple(map(_path_name, paths)),
         batch_of(args, {**kwargs, "target": target}, batch_dims or {}),
+        precision=precision,
+        masters=call.masters,
     )
 
 

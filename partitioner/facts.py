@@ -14,14 +14,14 @@ from typing import Any
 
 from .collective import largest_local
 from .compute_cost import compute_seconds
-from .cost import call_seconds, nbytes
+from .cost import call_seconds
 from .dim_names import names_of_calls
 from .factors import Factored
 from .graph import Graph, tensor_operands
 from .mesh import TIME
 from .placement import Placement, place
 from .plan import Plan
-from .resting import STEP_BYTES
+from .resting import STEP_BYTES, rest_size
 from .rules.split import Leaf
 from .traffic import Moved, Traffic, local_seconds, moves_of, totals
 
@@ -93,9 +93,9 @@ def _parameters(graph: Graph, factored: Factored, plan: Plan) -> tuple[dict, dic
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         if role.kind != "param":
             continue
-        name, layout, itemsize = str(role.name), plan.resting[str(role.name)], node.meta["val"].element_size()
-        elements = largest_local(layout, plan.mesh)
-        at_rest[name], whole[name] = elements * itemsize, nbytes(node.meta["val"])
+        name, layout = str(role.name), plan.resting[str(role.name)]
+        elements, itemsize = largest_local(layout, plan.mesh), rest_size(graph, node, name)
+        at_rest[name], whole[name] = elements * itemsize, itemsize * node.meta["val"].numel()
         if role.name in trained:
             optimizer[name] = compute_seconds(0.0, float(STEP_BYTES * elements), "float32", plan.mesh.device)
     return at_rest, whole, optimizer

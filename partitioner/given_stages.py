@@ -13,6 +13,7 @@ from .factors import Factored
 from .graph import Graph
 from .pipeline import followable, pipeline_axis, schedule_of
 from .plan import Plan
+from .precision import Precision
 from .stages import Stages, anchors, stages_of
 
 
@@ -89,10 +90,16 @@ def check_layouts_beside(
         )
 
 
-def check_beside(plan: Plan, schedule: str, micro_batches: int | str) -> None:
+def check_beside(plan: Plan, schedule: str, micro_batches: int | str, precision: Precision | None = None) -> None:
     """Raises:
-    PlanError: options beside a given plan that say otherwise than it does. Defaults say nothing.
+    PlanError: options beside a given plan that say otherwise than it does. Defaults say nothing, but that there is no
+    precision is said: numbers change with it.
     """
+    if plan.precision != (asked := str(precision or "")):
+        raise PlanError(
+            f"the plan given by plan= is for precision {plan.precision or None!r}, compile has {asked or None!r}: give "
+            f"precision= as it was, or plan again without plan="
+        )
     if micro_batches not in ("auto", plan.micro_batches):
         raise PlanError(
             f"micro_batches={micro_batches}, but the plan given by plan= has {plan.micro_batches}; leave "

@@ -10,22 +10,26 @@ the graph that has it (calls after it that no gradient goes through have it too)
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
+
+if TYPE_CHECKING:
+    from .precision import Precision
 
 
 @dataclass(frozen=True)
 class Role:
     """What one input or output of the graph is.
 
-    Kinds of inputs: "param", "buffer", "input" (name: index among the call's tensors), "tangent" (name: index among
-    the outputs), "step" (the number of the step, a python int). Kinds of outputs: "output" (name: index among the
-    output's tensors), "grad" (name: the parameter), "input_grad", "new_buffer", "new_input" (values after the call of
-    what the program updates in place), "none" (no value).
+    Kinds of inputs: "param", "buffer", "input" (name: index among the call's tensors), "tangent" (name: index among the
+    outputs), "scale" (of the loss: the 0-d float32 tensor that backward starts from), "step" (the number of the step, a
+    python int). Kinds of outputs: "output" (name: index among the output's tensors), "grad" (name: the parameter),
+    "input_grad", "new_buffer", "new_input" (values after the call of what the program updates in place), "none" (no
+    value).
     """
 
     kind: str
@@ -48,6 +52,8 @@ class Graph:
         input_names: per tensor of the call its path ("x", "batch.ids"), for messages and the plan.
         batch: per tensor of the call the dim that is its batch, or None.
         factored: the factors of its dims (`factors.Factored`), once the planner has worked them out.
+        precision: what the program computes in; None for the dtypes of the model itself.
+        masters: {parameter: the dtype in which it rests}, of those whose placeholder is a working copy in another.
         traced: calls written out in simpler ops so far (`decompose.py`); its copies share it.
     """
 
@@ -59,6 +65,8 @@ class Graph:
     input_names: tuple[str, ...] = ()
     batch: tuple[int | None, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    precision: Precision | None = None
+    masters: Mapping[str, torch.dtype] = field(default_factory=dict)
     factored: Any = field(default=None, repr=False, compare=False)
     traced: dict[Any, fx.Graph] = field(default_factory=dict, repr=False, compare=False)
 

@@ -11,6 +11,7 @@ planner (`joint.py` says what a group may do), by these rules:
     twins        a call and its backward calls (equal `seq`), such as the three products of one weight; not what reads
                  gradients alone and is linear in them, through which partial sums may go on
     siblings     products of one module that read the same tensor and share a dim beyond it (q, k, v; gate, up)
+    raised       the cast of a parameter's gradient to the dtype in which it is reduced: with the call that makes it
     looked at    views of parameters and inputs, and casts up: do as their reader needs
 
 What each rule loses was measured against one variable per call (`docs/planner.md`).
@@ -27,6 +28,7 @@ import torch.fx as fx
 
 from .factors import Factored
 from .graph import Graph, is_getitem, values_of
+from .precision import raised
 from .rules.split import Shape
 from .strategies import HEAVY
 
@@ -64,6 +66,7 @@ class _Call:
 class _Contraction:
     def __init__(self, graph: Graph, factored: Factored, alone: frozenset[fx.Node]):
         self.factored, self.alone = factored, alone
+        self.raised = raised(graph.precision, graph.output_values, graph.outputs)
         self.number: dict[fx.Node, int] = {}
         self.calls: list[_Call] = []
         self.parent: list[int] = []
@@ -94,6 +97,8 @@ class _Contraction:
     def _kind(self, call: _Call) -> str:
         if call.node in self.alone:
             return "alone"
+        if call.node in self.raised:
+            return "follower"
         known = self.kinds.get(id(call.shape))
         if known is None:
             known = self.kinds[id(call.shape)] = self._kind_of(call)
@@ -189,7 +194,7 @@ class _Contraction:
 
     def follow(self) -> None:
         for i, call in enumerate(self.calls):
-            makers = [m for m in call.makers if m >= 0 and self.calls[m].kind != "alone"]
+            makers = [m for m in call.makers if m >= 0 and (self.calls[m].kind != "alone" or call.node in self.raised)]
             chained = bool(makers) and self.chained[self.find(makers[0])]
             if makers and makers[0] in self.aside and len(call.operands[0].users) > 1:
                 continue  # a small sum that several read is reduced once, before they do

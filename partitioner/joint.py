@@ -213,7 +213,7 @@ class Builder:
         """The values on an axis, what each call does under each, and which only stand in where no other can be."""
         own = [self._own(m, legal) if m.lead else [] for m in members]
         if pinned_on:
-            own = [pinned_choices(members[0].node, own[0], members[0].shape, pinned_on, self.factored, self.pins)]
+            own[0] = pinned_choices(members[0].node, own[0], members[0].shape, pinned_on, self.factored, self.pins)
         shut = legal.role == "free" and not pinned_on and self._has_open(members, own)
         sums = all(frozenset(range(len(m.operands))) in m.shape.rule.linear for m in members) or _passes(members)
         found: dict[Value, None] = {}

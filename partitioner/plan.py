@@ -52,6 +52,7 @@ class Plan:
         stages: where forward is cut, and which stage every call belongs to; None without a pipeline.
         schedule: what each stage does in which order; None without a pipeline, or with one micro-batch.
         seconds: predicted seconds of compute and of communication in one step.
+        precision: what is computed in, and how gradients are reduced; "" for the dtypes of the model itself.
         notes: what is less parallel than asked, or costs more than one would think.
         compared: the schedules that were compared for a pipeline, a line each: seconds of a step, bytes.
         decisions: per call and axis the `Decision`, worked out when asked for; None for a plan that was given.
@@ -71,6 +72,7 @@ class Plan:
     stages: Stages | None = None
     schedule: Schedule | None = None
     seconds: tuple[float, float] = (0.0, 0.0)
+    precision: str = ""
     notes: tuple[str, ...] = ()
     compared: tuple[str, ...] = field(default=(), compare=False)
     decisions: Reasons | None = field(default=None, repr=False, compare=False)
@@ -126,6 +128,7 @@ class Plan:
             "decomposed": list(self.decomposed),
             "notes": list(self.notes),
         }
+        body |= {"precision": self.precision} if self.precision else {}
         body |= self.stages.to_body() if self.stages is not None else {}
         body |= {"schedule": self.schedule.to_text().splitlines()} if self.schedule is not None else {}
         lines = [f"  {json.dumps(k)}: {_rows(v)}" for k, v in body.items()]
@@ -162,6 +165,7 @@ class Plan:
                 decomposed=tuple(body["decomposed"]),
                 stages=Stages.from_body(body) if "cuts" in body else None,
                 schedule=from_text("\n".join(body["schedule"])) if "schedule" in body else None,
+                precision=str(body.get("precision", "")),
                 notes=tuple(body["notes"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, ScheduleError) as fault:

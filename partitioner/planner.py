@@ -256,7 +256,7 @@ def _tables(draft: Draft, every: bool, stage: int | str) -> Tables:
     for group in single(graph.calls()) if every else contract(graph, factored, alone):
         tables.add_group(group, builder)
     trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
-    rests = Rests(factored, prices, options, marked, stage)
+    rests = Rests(graph, factored, prices, options, marked, stage)
     for node, role in zip(graph.placeholders, graph.inputs, strict=True):
         if role.kind == "param":
             tables.add_parameter(node, str(role.name), rests.of(node, str(role.name), role.name in trained))
@@ -320,6 +320,7 @@ def _finished(draft: Draft) -> Plan:
         zero=draft.zero,
         again=draft.again,
         decomposed=draft.case.written,
+        precision=str(draft.graph.precision or ""),
         notes=(*draft.graph.notes, *draft.notes, *whole_notes),
         decisions=draft.reasons,
         modules=modules,

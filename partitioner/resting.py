@@ -8,6 +8,8 @@ Gradients and optimizer state rest as the parameter does. In all stages a gradie
 rests: an all-reduce at stage 0, a reduce-scatter otherwise. With `dp_replicate` and `dp_shard` axes only the second
 splits (HSDP). A parameter with no factor large enough rests whole.
 
+    bytes(layout) = weight + gradient (4 + 4 in float32) + 8 of moments an element, + 2 of a working copy in 16 bits
+
     seconds(layout) = 28 bytes a local element / memory bandwidth    (AdamW in fp32 reads p, g, m, v, writes p, m, v)
 """
 
@@ -56,18 +58,24 @@ class Resting:
     nbytes: np.ndarray
 
 
+def rest_size(graph: Graph, node: fx.Node, name: str) -> int:
+    """Bytes an element of a parameter at rest."""
+    return graph.masters.get(name, node.meta["val"].dtype).itemsize
+
+
 class Rests:
     """Makes the `Resting` of parameters; equal ones share it."""
 
     def __init__(
         self,
+        graph: Graph,
         factored: Factored,
         prices: Prices,
         options: Options,
         marked: Marked,
         stage: int | str,
     ):
-        self.factored, self.prices, self.options, self.marked = factored, prices, options, marked
+        self.graph, self.factored, self.prices, self.options, self.marked = graph, factored, prices, options, marked
         self.given = dict(options.resting or {})
         self.mesh, self.stage = prices.mesh, stage
         self.shard = shard_axes(self.mesh) if stage != 0 else ()
@@ -78,7 +86,8 @@ class Rests:
         pins = tuple((p, t) for p, t in self.options.pin.items() if fnmatch.fnmatchcase(name, p))
         given = self.given.get(name)
         experts = tuple(a in self.marked.experts for d in self.factored.dims[node] for a in d)
-        key = (whole, node.meta["val"].dtype, experts, pins, given, trained)
+        rests, works = rest_size(self.graph, node, name), node.meta["val"].element_size()
+        key = (whole, rests, works, experts, pins, given, trained)
         if key not in self._made:
             if given is not None:
                 layouts = [refined(given, whole)]
@@ -86,10 +95,10 @@ class Rests:
                 layouts = self._pinned(name, whole, self._stage(self._layouts(whole, experts)), pins)
             elements = np.array([largest_local(x, self.mesh) for x in layouts], dtype=float)
             # bytes at rest weigh little against time, enough to prefer the smaller of two equal plans
-            moved = elements * (STEP_BYTES if trained else 1e-2 * node.meta["val"].element_size())
+            moved = elements * (STEP_BYTES if trained else 1e-2 * works)
             seconds = compute_seconds(0.0, moved, "float32", self.mesh.device)
-            size = node.meta["val"].element_size()
-            nbytes = elements * (2 * size + MOMENTS if trained else size)
+            copied = works if rests != works else 0
+            nbytes = elements * (copied + (2 * rests + MOMENTS if trained else rests))
             self._made[key] = Resting(layouts, layout_states(layouts, self.prices.names), seconds, nbytes)
         return self._made[key]
 

@@ -44,6 +44,7 @@ def _head(plan: Plan) -> list[str]:
     axes = ", ".join(f"{a}={n} ({mesh.role(a)}) over {mesh.link[a].name}" for a, n in mesh.axes)
     lines = [f"plan for {mesh.world_size} ranks of {mesh.device.name}: {axes}"]
     lines.append(f"  zero={plan.zero}, {len(plan.choices)} calls, {len(plan.resting)} parameters")
+    lines += [f"  computes in {plan.precision}"] if plan.precision else []
     if plan.facts is not None:
         compute, sent = plan.seconds
         lines += [f"  asked for: {asked}"] if (asked := _asked(plan.facts.asked)) else []

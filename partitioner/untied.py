@@ -120,7 +120,7 @@ class Untied:
     def _inputs(self) -> None:
         graph, options = self.graph, self.options
         marked, stage = marked_atoms(graph, self.factored), stage_asked(graph, self.prices.mesh, options)
-        rests = Rests(self.factored, self.prices, options, marked, stage)
+        rests = Rests(graph, self.factored, self.prices, options, marked, stage)
         trained = {r.name for v, r in zip(graph.output_values, graph.outputs, strict=True) if r.kind == "grad" and v}
         roles = dict(zip(graph.placeholders, graph.inputs, strict=True))
         for node in graph.fx.nodes:

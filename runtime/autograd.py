@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .faults import MeshwrightError
+from .loss_scale import spread
 from .runner import Runner
 
 
@@ -41,6 +42,8 @@ class Suspended:
         rest = tuple(i for i, r in enumerate(roles) if r.kind == "grad")
         with torch.no_grad():
             self.runner.settle([[r[i] for i in rest] for r in results], rest, self.tensors)
+        if len(self.runner.comm.ranks) < self.runner.program.mesh.world_size:
+            spread(self.runner.state)
         return [for_inputs.get(i) for i in range(len(self.tensors))]
 
 

@@ -16,6 +16,7 @@ from ..partitioner.mesh import Mesh
 from ..partitioner.offload import offload_faults
 from ..partitioner.pipeline import STAGE
 from ..partitioner.plan import Plan
+from ..partitioner.precision import Precision
 
 
 def check_options(model: Any, mesh: Mesh, **given: Any) -> None:
@@ -93,6 +94,8 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if given["recompute"] not in ("auto", "none", "full"):
         what = f"recompute={given['recompute']!r}"
         yield f"{what}: say 'auto', 'none' or 'full'; pin={{'layers.*': 'recompute'}} names parts"
+    precision = given["precision"]
+    yield from (precision if isinstance(precision, Precision) else Precision(precision)).faults()
     yield from _clip(given["clip_grad_norm"])
     memory = given["memory"]
     if memory is not None and not (_is_number(memory) and memory > 0):

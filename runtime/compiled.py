@@ -24,6 +24,7 @@ from ..partitioner.mesh import Mesh
 from ..partitioner.offload import Offload
 from ..partitioner.optimizer_bytes import SGD
 from ..partitioner.plan import Plan
+from ..partitioner.precision import Precision
 from ..partitioner.program import Program
 from ..partitioner.report_page import page
 from ..partitioner.stage_search import simulated_timeline
@@ -37,6 +38,7 @@ from .comm import Comm
 from .host import OffloadReport
 from .initialise import initialise
 from .launch import comm_for, watch_here
+from .loss_scale import Scaler, unscale
 from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
 from .plain import from_plain
 from .record import Record
@@ -77,6 +79,7 @@ class Settings:
     timeout: float | None = None
     build: Callable[[Request], Program] = field(default=None)  # type: ignore[assignment]
     offload: Offload = Offload()
+    precision: Precision | None = None
 
 
 class Compiled:
@@ -86,6 +89,7 @@ class Compiled:
         model: the model as given; its own parameters are not touched.
         optimizer: the optimizers of the ranks that live in this process, stepped together; None without one.
         grad_norm: the global gradient norm before clipping, of the last step that clipped.
+        scaler: the scale of the loss and its history, with `state_dict` and `load_state_dict`; None without one.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, settings: Settings):
@@ -95,6 +99,8 @@ class Compiled:
         self._stages: Stages | None = None
         self.optimizer = Optimizers(settings.optimizer, settings.offload) if settings.optimizer else None
         self.grad_norm: torch.Tensor | None = None
+        scaling = settings.precision.scaling if settings.precision else None
+        self.scaler = Scaler(scaling) if scaling else None
         self.steps = 0
         self._state: State | None = None
         self._runners: dict[Any, Runner] = {}
@@ -145,6 +151,9 @@ class Compiled:
 
         Gradients are of this step alone: older ones are dropped. Without an optimizer they are left in `.grad` of
         `parameters()`. (To add up several batches call the model and `.backward()` on each.)
+
+        With a loss scale, a step whose gradients overflow on any rank is skipped by all: parameters, buffers and
+        optimizer state stay as they were, there are no gradients, `skipped_steps` is one more.
         """
         with self._telling():
             return self._step(args, kwargs, target)
@@ -152,13 +161,40 @@ class Compiled:
     def _step(self, args: tuple, kwargs: dict[str, Any], target: Any) -> torch.Tensor:
         runner = self._runner(Request("step", args, kwargs, target))
         self._zero_grad()
+        runner.scale = self.scaler.tensor(self.device) if self.scaler else None
+        buffers = dict(self._have_state().buffers)
         (loss,) = runner.run(_tensors((args, kwargs, target)), self._next_step(), self.settings.local_inputs)
+        if self.scaler and self._overflowed(buffers):
+            return loss
         if self.settings.clip_grad_norm is not None:
             clip = self.settings.clip_grad_norm
             self.grad_norm = clip_grad_norm(self._have_state(), *(clip if isinstance(clip, tuple) else (clip,)))
         if self.optimizer:
             self.optimizer.step()
         return loss
+
+    def _overflowed(self, buffers: dict[str, list[torch.Tensor]]) -> bool:
+        """Take the scale out of the gradients. Whether they are not finite: then nothing of the step stays."""
+        assert self.scaler is not None
+        overflow = unscale(self._have_state(), self.scaler.scale.value)
+        if self.optimizer:
+            self.optimizer.skipped = overflow
+        if overflow:
+            self._have_state().buffers.update(buffers)
+            self._zero_grad()
+            log.info("step %d overflowed at loss scale %g and is skipped", self.steps - 1, self.scaler.scale.value)
+        self.scaler.update(overflow)
+        return overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the loss of the next step is multiplied before its backward; 1 without a loss scale."""
+        return self.scaler.scale.value if self.scaler else 1.0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped so far because gradients overflowed."""
+        return self.scaler.scale.skipped if self.scaler else 0
 
     def _next_step(self) -> int:
         self.steps += 1

@@ -56,6 +56,7 @@ class Optimizers:
         self.host: list[HostShards] = []
         self.each: list[torch.optim.Optimizer] = []
         self.waiting: list[Schedulers] = []
+        self.skipped = False  # the last step: schedulers then stay where they are
 
     def attach(self, state: State) -> None:
         """Make the optimizers, now that there are shards.
@@ -72,8 +73,8 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the first held rank."""
-        return self.each[0].param_groups if self.each else []
+        """The groups of all ranks held here, one rank after another."""
+        return [group for optimizer in self.each for group in optimizer.param_groups]
 
     def step(self) -> None:
         for optimizer, host in zip(self.each, self.host, strict=True):
@@ -102,7 +103,7 @@ class Schedulers:
     """One learning-rate scheduler a held rank, stepped together."""
 
     def __init__(self, make: Callable[[torch.optim.Optimizer], Any], optimizers: Optimizers):
-        self.make = make
+        self.make, self.optimizers = make, optimizers
         self.each: list[Any] = []
         optimizers.waiting.append(self)
         if optimizers.each:
@@ -112,6 +113,9 @@ class Schedulers:
         self.each = [self.make(optimizer) for optimizer in optimizers]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step each, unless the optimizers' last step was skipped."""
+        if self.optimizers.skipped:
+            return
         for scheduler in self.each:
             scheduler.step(*args, **kwargs)
 

@@ -22,7 +22,13 @@ RankRun = Callable[[list[Any]], Generator[Any, Any, Any]]
 
 
 class Runner:
-    """A program made ready for the ranks that live here. `record`: notes what they do, where it is set."""
+    """A program made ready for the ranks that live here.
+
+    Attributes:
+        record: notes what they do, where it is set.
+        dtypes: per input the dtype of its tensor; a parameter that rests in another is cast, a shard at a time.
+        scale: of the loss, in the next run of a program that takes one.
+    """
 
     record: Record | None = None
 
@@ -31,15 +37,17 @@ class Runner:
         self.constants = constants = {name: t.to(device) for name, t in program.constants.items()}
         make = _InSegments if program.segments else _at_one_go
         comm.prepare_pairs(_pairs(program))
+        self.dtypes = [getattr(n.meta["val"], "dtype", None) for n in program.graph.placeholders]
+        self.scale: torch.Tensor | None = None
         self.ranks = [make(program, r, constants) for r in comm.ranks]
 
     def _inputs(self, index: int, rank: int, tensors: list[torch.Tensor], step: int, local: bool) -> list[Any]:
         filled: list[Any] = []
         program, state = self.program, self.state
-        for role, layout in zip(program.graph.inputs, program.input_layouts, strict=True):
+        for role, layout, dtype in zip(program.graph.inputs, program.input_layouts, self.dtypes, strict=True):
             if role.kind == "param":
                 shard = state.params[str(role.name)][index]
-                filled.append(None if shard is None else shard.detach())
+                filled.append(None if shard is None else shard.detach().to(dtype))
             elif role.kind == "buffer":
                 filled.append(state.buffers[str(role.name)][index])
             elif role.kind == "input":
@@ -47,6 +55,8 @@ class Runner:
                 if not local and layout is not None and not layout.is_whole:
                     x = take_local(x, layout, program.mesh, rank)
                 filled.append(x.to(self.device))
+            elif role.kind == "scale":
+                filled.append(self.scale)
             else:
                 filled.append(step if role.kind == "step" else None)
         return filled

@@ -319,7 +319,7 @@ def first_difference(subject: Subject, graph: Graph, plan: Plan) -> str:
     except Exception as error:
         return f"lowering: {error}"
     values = dict(subject.model.named_parameters()) | dict(subject.model.named_buffers())
-    inputs = [verify._input(role, values, subject.tensors, 0) for role in program.captured.inputs]
+    inputs = verify.inputs_of(program, values, subject.tensors, 0)
     with torch.no_grad():
         want = values_of.whole_values(program.captured.fx, inputs, program.constants)
         try:

@@ -225,6 +225,47 @@ WRONG = [
     ),
     Wrong("offload without an optimizer", lambda: step(offload="full"), "no optimizer; leave offload= out"),
     Wrong("a timeout that is no time", lambda: step(timeout=0), "timeout=0; seconds"),
+    Wrong('precision="bf8"', lambda: step(precision="bf8"), "precision='bf8'; None, 'bf16', 'fp16' or a Precision"),
+    Wrong("a torch dtype as the precision", lambda: step(precision=torch.bfloat16), "'bf16', 'fp16' or a Precision"),
+    Wrong(
+        "a loss scale with bf16",
+        lambda: step(precision=mw.Precision("bf16", loss_scale=mw.LossScale())),
+        "bfloat16 has the range of float32; leave loss_scale= out",
+    ),
+    Wrong(
+        "wrong values of a loss scale",
+        lambda: step(precision=mw.Precision("fp16", loss_scale=mw.LossScale(hysteresis=0, min_loss_scale=-1))),
+        "hysteresis=0; at least 1; min_loss_scale=-1",
+    ),
+    Wrong(
+        "gradients of bf16 reduced in fp16",
+        lambda: step(precision=mw.Precision("bf16", reduce="fp16")),
+        "reduce='fp16'; 'fp32' or 'bf16'",
+    ),
+    Wrong(
+        "a parameter to be kept that is not there",
+        lambda: step(precision=mw.Precision("bf16", keep=("router.*",))),
+        "no parameter has the name 'router.*'; 0.weight",
+    ),
+    Wrong("one name as keep=", lambda: step(precision=mw.Precision("bf16", keep="0.*")), "keep='0.*'; a tuple"),  # type: ignore[arg-type]
+    Wrong(
+        "precision on a model in bfloat16",
+        lambda: step(mlp().bfloat16(), precision="bf16"),
+        "master weights in float32; 4 trained parameters are torch.bfloat16, such as 0.weight; leave precision= out",
+    ),
+    Wrong(
+        "a plan of another precision",
+        lambda: step(plan=step(precision="bf16").plan),
+        "for precision 'bf16 of float32 weights; compile has None; plan again without plan=",
+    ),
+    Wrong(
+        "inf in the loss at the least scale",
+        lambda: step(
+            precision=mw.Precision("fp16", loss_scale=mw.LossScale(initial_scale_power=0, hysteresis=1)),
+            x=torch.full((4, 6), torch.inf),
+        ),
+        "loss scale is at its minimum, 1; the step was skipped; 'bf16'",
+    ),
     Wrong("clip_grad_norm of a wrong kind", lambda: step(clip_grad_norm="1"), "clip_grad_norm='1'; positive"),
     # layouts
     Wrong(
