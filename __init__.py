@@ -29,7 +29,7 @@ from .partitioner.stage_search import plan_step
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
-from .runtime.checks import check_options, check_search, check_target
+from .runtime.checks import check_call, check_options, check_search, check_target, under_first_names
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
 from .runtime.launch import check_world, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
@@ -119,11 +119,13 @@ def compile(
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
-    rest, keep = keep_pins(pin or {})
+    pin = under_first_names(model, pin or {})
+    rest, keep = keep_pins(pin)
     layouts, starts = stage_pins(rest)
     low = precision_of(precision)
 
     def captured(request: Request) -> Graph:
+        check_call(model, request.args, request.kwargs, request.target, loss)
         return capture(
             model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
             backward=request.form != "forward", batch_dims=batch_dims, precision=low,
@@ -136,7 +138,7 @@ def compile(
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
         if chosen:
             check_beside(chosen, schedule, micro_batches, low)
-            check_layouts_beside(chosen, zero, memory, pin or {}, recompute)
+            check_layouts_beside(chosen, zero, memory, pin, recompute)
         often = chosen.micro_batches if chosen else micro_batches
         parts = often if request.form == "step" else 1
         if inputs == "local":

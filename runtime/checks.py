@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from ..partitioner.offload import offload_faults
 from ..partitioner.pipeline import STAGE
 from ..partitioner.plan import Plan
 from ..partitioner.precision import Precision
+from .state import aliases_of
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_options(model: Any, mesh: Mesh, **given: Any) -> None:
@@ -69,6 +73,55 @@ def check_target(loss: Callable | None, target: Any) -> None:
         raise PlanError("the loss takes (output) alone, but there is a target: write loss=lambda output, target: ...")
     if loss is not None and target is None and not takes(loss, 1):
         raise PlanError("the loss takes (output, target), but there is no target: call step(..., target=labels)")
+
+
+def check_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], target: Any, loss: Callable | None) -> None:
+    """Raises:
+    PlanError: the model cannot be called so, or counts its own calls in a tensor that decides what it computes.
+    """
+    if why := _misfit(model, args, kwargs):
+        named = loss is not None and target is None and takes(loss, 2) and not _misfit(model, args[:-1], kwargs)
+        way = "the target of the loss goes by its name: step(x, target=labels)" if named else "see its signature"
+        raise PlanError(f"{type(model).__name__}.forward cannot be called so: {why}; {way}")
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORMS) and module.training and module.momentum is None:
+            raise PlanError(
+                f"{name or type(model).__name__}: BatchNorm with momentum=None weighs a step by how many there were, "
+                f"which no one graph holds: give it a momentum, such as 0.1"
+            )
+
+
+def _misfit(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Why forward does not take these arguments; "" where it does, or hooks may change them."""
+    if model._forward_pre_hooks:
+        return ""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as fault:
+        return str(fault)
+    except ValueError:  # no signature to read
+        pass
+    return ""
+
+
+def under_first_names(model: Any, pin: dict[str, str]) -> dict[str, str]:
+    """Pins with parameters under the first of their names, where a pin says another.
+
+    Raises:
+        PlanError: two pins say different things of one tensor.
+    """
+    aliases = aliases_of(model) if isinstance(model, nn.Module) else {}
+    if not aliases:
+        return pin
+    first = {name for name, _ in (*model.named_parameters(), *model.named_modules())}
+    out: dict[str, str] = {}
+    for pattern, text in pin.items():
+        known = "." not in pattern or any(fnmatch.fnmatchcase(name, pattern) for name in first)
+        meant = {aliases[a] for a in aliases if fnmatch.fnmatchcase(a, pattern)}
+        for name in (*([pattern] if known or not meant else []), *sorted(meant)):
+            if out.setdefault(name, text) != text:
+                raise PlanError(f"the pin {pattern!r}: {text!r} is of {name}, which is pinned to {out[name]!r} too")
+    return out
 
 
 def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:

@@ -106,7 +106,7 @@ class State:
             if b.is_meta:
                 self.empty.add(name)
             self.buffers[name] = [self._copy(b) for _ in comm.ranks]
-        self.aliases = _aliases(model)
+        self.aliases = aliases_of(model)
 
     def _shard(self, name: str, p: nn.Parameter, rank: int) -> nn.Parameter:
         if p.is_meta:
@@ -207,7 +207,7 @@ def _largest(flag: torch.Tensor, axes: tuple[str, ...]) -> Iterator[Any]:
     return found
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def aliases_of(model: nn.Module) -> dict[str, str]:
     """Every further name of a parameter or buffer, and the first."""
     out: dict[str, str] = {}
     for unique, every in (

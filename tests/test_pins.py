@@ -152,3 +152,25 @@ def weight_axes(slow: str) -> set[str]:
 
 def test_the_slow_axis_does_not_split_weights():
     assert (weight_axes("x"), weight_axes("y")) == ({"y"}, {"x"})
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.emb(ids)).square().mean()
+
+
+@pytest.mark.parametrize("name", ["emb.weight", "head.weight", "head.w*"])
+def test_a_tied_parameter_is_pinned_by_any_of_its_names(name: str):
+    ids = torch.zeros(4, 3, dtype=torch.long)
+    made = mw.compile(Tied(), mw.Mesh(tp=2, device="cpu"), args=(ids,), pin={name: "[v, d:tp]"})
+    assert str(made.plan.resting["emb.weight"]) == "[8, 6:tp]"
+
+
+def test_two_names_of_one_tensor_pinned_apart():
+    with pytest.raises(mw.PlanError, match="emb.weight, which is pinned to"):
+        mw.compile(Tied(), mw.Mesh(tp=2, device="cpu"), pin={"emb.weight": "[v, d:tp]", "head.weight": "[v:tp, d]"})

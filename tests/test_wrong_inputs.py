@@ -189,6 +189,16 @@ WRONG = [
     Wrong("a loss of three arguments", lambda: step(loss=lambda a, b, c: a.mean()), "(output) or (output, target)"),
     Wrong("no target for a loss that takes one", lambda: step(loss=F.mse_loss), "no target; step(..., target=labels)"),
     Wrong(
+        "a target without its name",
+        lambda: mw.compile(mlp(), mesh(dp=2), loss=F.mse_loss).step(torch.ones(4, 6), torch.ones(4, 4)),
+        "too many positional arguments; step(x, target=labels)",
+    ),
+    Wrong(
+        "a batch norm that averages over all steps",
+        lambda: step(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None))),
+        "1: BatchNorm with momentum=None; give it a momentum",
+    ),
+    Wrong(
         "a target for a loss that takes none",
         lambda: step(target=torch.ones(4)),
         "(output) alone; lambda output, target",
