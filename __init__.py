@@ -222,7 +222,7 @@ def auto_mesh(
     check_options(
         model, Mesh(dp=devices, device=device), args=args, loss=loss, optimizer=None, zero=zero,
         micro_batches=micro_batches, schedule=schedule, offload="none", recompute=recompute, clip_grad_norm=None,
-        memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, seed=seed,
+        memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, precision=None, seed=seed,
     )  # fmt: skip
     given, named = dict(kwargs or {}), links or {}
     request = Request("step", tuple(args), given, given.pop("target", None))
