@@ -1,8 +1,10 @@
 """Philox 4x32-10 (Salmon et al., SC 2011), the counter-based generator, in int64 arithmetic.
 
-A word of 32 bits stands in an int64. `element_bits` draws for each element of a tensor the words of
+A word of 32 bits stands in an int64. A counter gives four words, those of the next elements of a tensor: where an
+element draws `words` of them (1 or 2), k = 4 / words elements share a counter,
 
-    counter = (index_lo, index_hi, op, step)        key = (seed_lo, seed_hi)
+    counter = (block_lo, block_hi, op, step)        key = (seed_lo, seed_hi)
+    block = index // k                              first word of an element: index % k * words
 
 where index is the element's place in the *whole* tensor, row-major: the same bits however the tensor is split.
 """
@@ -77,15 +79,37 @@ def linear_index(pieces: Pieces, device: torch.device | str | None = None) -> to
 def element_words(
     pieces: Pieces, seed: int, op: int, step: int, words: int, device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
-    """The first `words` words of each local element, flat; drawn by chunks that stay in the cache."""
-    index = linear_index(pieces, device)
-    big = math.prod(n for dim in pieces for _, _, n in dim) > LOW
+    """The `words` words (1 or 2) of each local element, flat; drawn by chunks that stay in the cache."""
+    index, k = linear_index(pieces, device), 4 // words
+    together = starts_blocks(pieces, k)
+    big = math.prod(n for dim in pieces for _, _, n in dim) > LOW * k
     key = (seed & LOW, (seed >> 32) & LOW)
+    size = CHUNK * k if together else CHUNK
     parts = []
-    for part in index.split(CHUNK) if index.device.type == "cpu" else (index,):
-        high = part >> 32 if big else 0
-        parts.append(philox4(part & LOW if big else part, high, op & LOW, step & LOW, *key)[:words])
+    for part in index.split(size) if index.device.type == "cpu" else (index,):
+        block = (part[::k] if together else part) >> k.bit_length() - 1
+        high = block >> 32 if big else 0
+        drawn = philox4(block & LOW if big else block, high, op & LOW, step & LOW, *key)
+        shared = [torch.stack(drawn[i::words], -1) for i in range(words)]  # [blocks, k]
+        if together:
+            parts.append([w.reshape(-1)[: len(part)] for w in shared])
+        else:
+            place = (part & k - 1).unsqueeze(-1)
+            parts.append([w.gather(-1, place).squeeze(-1) for w in shared])
     return [torch.cat(list(same)) for same in zip(*parts, strict=True)]
+
+
+def starts_blocks(pieces: Pieces, k: int) -> bool:
+    """Whether the local elements, k at a time, are those of one counter: their runs start and end with a block.
+
+    What lies behind the innermost factor that is split is whole, a run; the last block of a whole tensor may be short.
+    """
+    run = 1
+    for start, length, size in reversed([p for dim in pieces for p in dim]):
+        if length != size:
+            return not any(n * run % k for n in (start, length, size))
+        run *= size
+    return True
 
 
 def element_bits(

@@ -41,16 +41,51 @@ def test_philox_equals_numpy():
     assert known == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
 
 
-def test_bits_follow_the_element():
-    whole = philox.element_bits(philox.whole_pieces((4, 6)), seed=(7 << 32) + 9, op=3, step=2)
-    want = philox_numpy((np.arange(24), np.zeros(24), [3] * 24, [2] * 24), (9, 7))[0].astype(np.int64)
-    assert (whole.numpy() == want.reshape(4, 6)).all()
-    part = philox.element_bits((((1, 2, 4),), ((0, 2, 2), (1, 2, 3))), (7 << 32) + 9, 3, 2)
+def words_numpy(at, op, step, seed, words):
+    """The words of the elements `at`, by the formula of the file."""
+    k = 4 // words
+    block = np.asarray(at) // k
+    low, high = block & 0xFFFFFFFF, block >> 32
+    four = philox_numpy((low, high, [op] * len(at), [step] * len(at)), (seed & 0xFFFFFFFF, seed >> 32))
+    first = np.asarray(at) % k * words
+    return [np.stack(four)[first + i, np.arange(len(at))].astype(np.int64) for i in range(words)]
+
+
+@pytest.mark.parametrize("words", [1, 2])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        philox.whole_pieces((4, 6)),
+        philox.whole_pieces((5, 3)),  # the last block is short
+        (((1, 2, 4),), ((0, 2, 2), (1, 2, 3))),  # runs that start within a block
+        (((2, 2, 4),), ((0, 8, 8),)),  # runs of whole blocks
+        (((0, 3, 3),), ((4, 4, 12),)),
+        (((0, 0, 3),), ((0, 4, 4),)),  # nothing
+        (((1 << 20, 2, 1 << 21),), ((5, 3, 1 << 20),)),  # beyond 2^32 elements
+        (((1 << 21, 2, 1 << 22),), ((8, 4, 1 << 20),)),
+    ],
+)
+def test_bits_follow_the_element(pieces, words):
+    seed = (7 << 32) + 9
+    at = philox.linear_index(pieces).numpy()
+    for got, want in zip(
+        philox.element_words(pieces, seed, 3, 2, words), words_numpy(at, 3, 2, seed, words), strict=True
+    ):
+        assert (got.numpy() == want).all()
+
+
+def test_a_part_has_the_bits_of_the_whole():
+    whole = philox.element_bits(philox.whole_pieces((4, 6)), seed=1, op=3, step=2)
+    part = philox.element_bits((((1, 2, 4),), ((0, 2, 2), (1, 2, 3))), 1, 3, 2)
     assert (part == whole.reshape(4, 2, 3)[1:3, :, 1:3].reshape(2, 4)).all()
-    huge = philox.element_bits((((1 << 20, 2, 1 << 21),), ((5, 3, 1 << 20),)), 1, 0, 0)
-    at = (np.arange(1 << 20, (1 << 20) + 2)[:, None] * (1 << 20) + np.arange(5, 8)).reshape(-1)
-    want = philox_numpy((at & 0xFFFFFFFF, at >> 32, [0] * 6, [0] * 6), (1, 0))[0].astype(np.int64)
-    assert (huge.reshape(-1).numpy() == want).all()
+
+
+def test_words_are_used_once():
+    """Neighbours share a counter, never a word; other ops and steps have words of their own."""
+    p = philox.whole_pieces((1 << 14,))
+    draws = [philox.element_words(p, 5, op, step, 2) for op in (0, 1) for step in (0, 1)]
+    pairs = torch.cat([a * (1 << 31) + (b >> 1) for a, b in draws])
+    assert len(pairs.unique()) == len(pairs)
 
 
 def _key(op=0):
