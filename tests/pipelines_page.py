@@ -90,6 +90,9 @@ links that take no time. A line says which rank the others wait for:
 `record.in_flight` counts, as values are kept and let go of, what the schedules above promise; `tests/test_record.py`
 holds it equal to the simulated count and within the bound, for all six.
 
+`python tests/pipelines_all.py` runs all six schedules on six meshes with p, 2p and 2p+1 micro-batches and five models:
+540 of 540 equalled one device (2026-11-30, 19 CPU minutes).
+
 ## Stages found
 
 `benchmarks/stage_search.py`: the cut found against the even split of layers, 1F1B, 8 micro-batches, planned for a CPU
