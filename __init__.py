@@ -86,7 +86,7 @@ def compile(
         offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there; or an
             `Offload` that says how much of it.
         recompute: what backward makes again in the place of keeping it: "none"; "full": of every block all but its
-            inputs; "auto": nothing that was not pinned.
+            inputs; "auto": what `memory` needs, nothing without it.
         precision: None (the model's own dtypes), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`: the
             parameters stay float32 and the program computes in working copies of them.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.

@@ -16,6 +16,7 @@ from dataclasses import replace
 from .errors import PlanError
 from .factors import factor_graph
 from .facts import with_facts
+from .fit import Fitted, as_asked, fitted
 from .graph import Graph
 from .mesh import TIME, Mesh
 from .plan import Plan
@@ -23,6 +24,12 @@ from .planner import Decide, Options, make_plan
 from .recompute import with_recompute
 from .strategies import never_empty
 from .wishes import wishes
+
+SHARES = (0.5, 0.02)
+"""Shares of what backward reads that layouts are chosen for, where all of it is too much: the rest is made again."""
+
+TIGHTER = 3
+"""So often layouts are chosen again, for what was too much before."""
 
 
 def make_plan_in_time(
@@ -33,8 +40,54 @@ def make_plan_in_time(
     Raises:
         PlanError: the batch has too few rows for so many micro-batches on this mesh.
     """
+    if options.memory is not None and options.recompute != "none" and decide is None:
+        return _within(graph, mesh, options, micro_batches)
     made = _laid_out(graph, mesh, options, micro_batches, decide)
     return with_recompute(*made, options.recompute, options.keep)
+
+
+def _within(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> tuple[Graph, Plan]:
+    """The fastest of the plans found that fit the memory: layouts alone, or with as much made again as must be."""
+    assert options.memory is not None
+    free = _laid_out(graph, mesh, replace(options, memory=None), micro_batches, None)
+    found = [fitted(*free, options.memory, options.held, options.recompute, options.keep)]
+    fault = None
+    try:
+        alone = _laid_out(graph, mesh, options, micro_batches, None)
+        found.append(as_asked(*alone, options.held, options.recompute, options.keep))
+    except PlanError as failed:
+        fault = failed
+        for share in SHARES:
+            found += _tightened(graph, mesh, options, micro_batches, share)
+    fitting = [f for f in found if f.nbytes <= options.memory or (fault is None and f is found[-1])]
+    if not fitting:
+        least = min(found, key=lambda f: f.nbytes)
+        raise PlanError(
+            f"{fault}. With recompute of every block the least found takes {least.nbytes:.0f} bytes, "
+            f"{least.state:.0f} of it parameters, gradients and optimizer state"
+        ) from fault
+    best = min(fitting, key=lambda f: sum(f.plan.seconds))
+    assert best.plan.facts is not None
+    facts = replace(best.plan.facts, asked={**best.plan.facts.asked, "memory": options.memory})
+    return best.graph, replace(best.plan, facts=facts)
+
+
+def _tightened(graph: Graph, mesh: Mesh, options: Options, micro_batches: int, share: float) -> list[Fitted]:
+    """Plans whose layouts fit with a share of what backward reads; where it is too much, of what that leaves
+    for parameters."""
+    assert options.memory is not None
+    found, budget = [], float(options.memory)
+    held = (options.held[0], options.held[1] * share)
+    for _ in range(TIGHTER):
+        try:
+            made = _laid_out(graph, mesh, replace(options, memory=budget, held=held), micro_batches, None)  # type: ignore[arg-type]
+        except PlanError:  # or it is not the memory that is short
+            break
+        found.append(fitted(*made, options.memory, options.held, options.recompute, options.keep))
+        budget = options.memory - (found[-1].nbytes - options.held[0] * found[-1].state)
+        if found[-1].nbytes <= options.memory or budget <= 0:
+            break
+    return found
 
 
 def _laid_out(
