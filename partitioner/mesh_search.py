@@ -184,7 +184,8 @@ class Search:
 
 
 def _bound(plan: Plan) -> float:
-    return sum(plan.seconds) / (1 + (plan.gap or 0.0))
+    """Seconds that no plan is below; of one that makes values again none is known."""
+    return 0.0 if plan.recompute else sum(plan.seconds) / (1 + (plan.gap or 0.0))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
