@@ -31,7 +31,7 @@ from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
 from .runtime.checks import check_call, check_options, check_search, check_target, under_first_names
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
-from .runtime.launch import check_world, device_here, mesh_here
+from .runtime.launch import check_by_hand, check_world, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
 from .runtime.verify import VerifyError
 
@@ -66,6 +66,7 @@ def compile(
     batch_dims: dict[Any, int | None] | None = None,
     inputs: str = "global",
     timeout: float | None = None,
+    collectives: str = "torch",
     seed: int = 0,
 ) -> Compiled:
     """Compile a model for a mesh of devices.
@@ -101,6 +102,9 @@ def compile(
             its own part).
         timeout: seconds that a process waits for others in a collective or a message, before it ends with an error that
             names who is missing and what that one was at; by default torch.distributed's own, 30 minutes.
+        collectives: who carries out all-reduces, reduce-scatters and all-gathers: "torch", or messages between two
+            ranks by "ring", "bidirectional", "hierarchical", "halving", "tree", "server" or "server:4" (as many
+            shards); "auto" is the cheapest of these at each size.
         seed: of dropout and every other random op; the numbers are the same on every mesh.
 
     Returns:
@@ -115,10 +119,12 @@ def compile(
     check_options(
         model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
         schedule=schedule, offload=offload, recompute=recompute, precision=precision, clip_grad_norm=clip_grad_norm,
-        memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout, seed=seed,
+        memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout,
+        collectives=collectives, seed=seed,
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
+    check_by_hand(collectives, device)
     pin = under_first_names(model, pin or {})
     rest, keep = keep_pins(pin)
     layouts, starts = stage_pins(rest)
@@ -166,6 +172,7 @@ def compile(
         timeout=timeout,
         offload=offload_of(offload),
         precision=low,
+        collectives=collectives,
         build=build,
     )
     compiled = Compiled(model, mesh, device, settings)

@@ -21,14 +21,14 @@ WORDS = 4
 """64-bit words of the digest (SHA-256)."""
 
 
-def check_agreement(program: Program, comm: Comm, device: torch.device) -> None:
+def check_agreement(program: Program, comm: Comm, device: torch.device, options: str = "") -> None:
     """Raises:
-    MismatchError: the processes' programs or plans differ.
+    MismatchError: the processes' programs, plans, or options of running them differ.
     """
     axes = tuple(a for a in program.mesh.names if program.mesh.sizes[a] > 1)
     if len(comm.ranks) == program.mesh.world_size or not axes:
         return
-    digest = hashlib.sha256((program.plan.to_text() + _text(program)).encode()).digest()
+    digest = hashlib.sha256((program.plan.to_text() + _text(program) + options).encode()).digest()
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(WORDS)]
     mine = torch.tensor(words, dtype=torch.int64, device=device)
     largest, smallest = (comm.run([_bound(mine, axes, op)])[0] for op in ("max", "min"))  # type: ignore[list-item]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from ..partitioner.collective_programs import ALGORITHMS, servers_of
 from ..partitioner.errors import PlanError
 from ..partitioner.keep import WORDS
 from ..partitioner.layout import parse
@@ -160,6 +161,7 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     timeout = given["timeout"]
     if timeout is not None and not (_is_number(timeout) and timeout > 0):
         yield f"timeout={timeout!r}: give the seconds that a process may wait for another, a positive number, or None"
+    yield from _collectives(given["collectives"])
     if not isinstance(given["seed"], int):
         yield f"seed={given['seed']!r}: give a whole number"
 
@@ -175,6 +177,13 @@ def takes(fn: Callable, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _collectives(name: Any) -> Iterator[str]:
+    known = isinstance(name, str) and (name in ("torch", "auto", *ALGORITHMS) or servers_of(name) > 0)
+    if not known:
+        said = ", ".join(repr(n) for n in ("torch", *ALGORITHMS, "server:4"))
+        yield f"collectives={name!r}: say {said} or 'auto'"
 
 
 def _clip(clip: Any) -> Iterator[str]:

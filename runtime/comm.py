@@ -1,7 +1,7 @@
 """How a rank's program talks: it is a generator that yields requests and is sent the answers.
 
     handle = yield Start(transfers, tensors)     begins collectives, goes on at once
-    yield Post(rank, tensors)                    sends to one rank, goes on at once
+    handle = yield Post(rank, tensors)           sends to one rank, goes on at once; waiting for it is optional
     handle = yield Expect(rank, kinds)           begins to receive from one rank what its next `Post` sends
     results = yield Wait(handle)                 the list of results, which is the program's own
     sent = yield Pause(value)                    stops until the caller resumes the program with a value
@@ -44,18 +44,22 @@ class Start:
 
 @dataclass(slots=True)
 class Wait:
-    """Wait for the results of a `Start` or an `Expect`, once; the answer is a list."""
+    """Wait for the results of a `Start` or an `Expect`, once; the answer is a list. Of a `Post`, an empty one."""
 
     handle: Any
 
 
 @dataclass(slots=True)
 class Post:
-    """Send tensors to a rank; its n-th `Expect` of this one gets the n-th. They are not written to in this run."""
+    """Send tensors to a rank; its n-th `Expect` of this one on the same channel gets the n-th.
+
+    They are not written to in this run, or not until a `Wait` for the answer says that they have gone.
+    """
 
     to: int
     tensors: tuple[torch.Tensor, ...]
     where: str = ""
+    channel: int = 0
 
     def __str__(self) -> str:
         what = ", ".join(f"{_short(x.dtype)}[{', '.join(map(str, x.shape))}]" for x in self.tensors)
@@ -73,6 +77,7 @@ class Expect:
     source: int
     kinds: Kinds
     where: str = ""
+    channel: int = 0
 
     def __str__(self) -> str:
         what = ", ".join(f"{_short(dtype)}[{', '.join(map(str, shape))}]" for shape, dtype in self.kinds)

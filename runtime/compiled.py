@@ -80,6 +80,7 @@ class Settings:
     build: Callable[[Request], Program] = field(default=None)  # type: ignore[assignment]
     offload: Offload = Offload()
     precision: Precision | None = None
+    collectives: str = "torch"
 
 
 class Compiled:
@@ -245,8 +246,9 @@ class Compiled:
             if self.optimizer:
                 self.optimizer.attach(self._state)
         self._check_homes(program)
-        check_agreement(program, self.comm, self.device)
-        return Runner(program, self._state, self.comm, self.device)
+        collectives = self.settings.collectives
+        check_agreement(program, self.comm, self.device, f"collectives={collectives}")
+        return Runner(program, self._state, self.comm, self.device, collectives)
 
     def _check_homes(self, program: Program) -> None:
         """Raises:

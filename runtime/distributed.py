@@ -73,7 +73,7 @@ class DistributedComm:
         self.sent: dict[int, Counts] = {self.rank: {}}
         self._process_groups: dict[tuple[int, ...], Any] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
-        self._sending: list[tuple[Pending, str, int]] = []
+        self._sending: list[_Handle] = []
         self._pairs: dict[tuple[int, int], Any] = {}
         self.watch = watch or Watch(device)
         self.watch.closing.append(self.close)
@@ -166,7 +166,7 @@ class DistributedComm:
                 elif isinstance(request, Wait):
                     answer = self.wait(request.handle)
                 elif isinstance(request, Post):
-                    self.post(request)
+                    answer = self.post(request)
                 elif isinstance(request, Expect):
                     answer = self.expect(request)
                 elif isinstance(request, Pause):
@@ -218,15 +218,17 @@ class DistributedComm:
         finally:
             self.watch.waiting = ""
 
-    def post(self, request: Post) -> None:
+    def post(self, request: Post) -> _Handle:
         """Begin to send; what is under way is kept until it has gone."""
         count_sent(self.sent[self.rank], request)
         try:
-            self._sending = [s for s in self._sending if not s[0].done]
+            self._sending = [s for s in self._sending if s.pending is not None and not s.pending.done]
             group = self._messages(self.rank, request.to)
-            self._sending.append((send(request, group), str(request), request.to))
+            handle = _Handle(send(request, group), str(request))
         except RuntimeError as error:
             raise self._failed(str(request), (request.to,), error) from error
+        self._sending.append(handle)
+        return handle
 
     def expect(self, request: Expect) -> _Handle:
         """Begin to receive."""
@@ -239,14 +241,9 @@ class DistributedComm:
 
     def _sent_all(self) -> None:
         sending, self._sending = self._sending, []
-        for pending, text, to in sending:
-            try:
-                self.watch.waiting = text
-                pending.results()
-            except RuntimeError as error:
-                raise self._failed(text, (to,), error) from error
-            finally:
-                self.watch.waiting = ""
+        for handle in sending:
+            if handle.pending is not None:
+                self.wait(handle)
 
     def _failed(self, text: str, ranks: tuple[int, ...], error: BaseException) -> PeerError:
         others = ", ".join(str(r) for r in ranks if r != self.rank)

@@ -225,14 +225,14 @@ class InProcessComm:
             _complete(meeting)
         return _Handle(meeting, index)
 
-    def _message(self, request: Post | Expect, rank: int, session: _Session) -> _Handle | None:
+    def _message(self, request: Post | Expect, rank: int, session: _Session) -> _Handle:
         """One end of a message; what is sent is copied, so that ranks share no memory."""
         sends = isinstance(request, Post)
         pair = (rank, request.to) if sends else (request.source, rank)
-        kind = ("send",) if sends else ("receive",)
+        kind = ("send" if sends else "receive", str(request.channel))
         number = session.posted.get((pair[0] * len(self.ranks) + pair[1], kind), 0)
         session.posted[pair[0] * len(self.ranks) + pair[1], kind] = number + 1
-        key = (("message",), pair, number)
+        key = (("message", str(request.channel)), pair, number)
         meeting = session.open.get(key)
         if meeting is None:
             meeting = session.open[key] = _Meeting(number, pair, [None, None], 2)
@@ -248,7 +248,7 @@ class InProcessComm:
             assert isinstance(post, Post) and isinstance(expect, Expect)
             if post.kinds != expect.kinds:
                 raise MismatchError(f"message {number} from rank {pair[0]} to rank {pair[1]}: {post}, but {expect}")
-        return None if sends else _Handle(meeting, 1)
+        return _Handle(_GONE, 0) if sends else _Handle(meeting, 1)
 
     def _group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         group = self._groups.get((rank, axes))
@@ -257,9 +257,15 @@ class InProcessComm:
         return group
 
 
+_GONE = _Meeting(0, (), [], 0, [])
+"""Of what is sent: it was copied, and has gone at once."""
+
+
 def _take(handle: _Handle, rank: int) -> list[torch.Tensor]:
     results = handle.meeting.results
     assert results is not None
+    if handle.meeting is _GONE:
+        return []
     mine = results[handle.index]
     if mine is None:
         raise RankError(rank, ValueError("a handle is waited for twice"))

@@ -55,6 +55,17 @@ def check_world(mesh: Mesh, inputs: str) -> None:
         )
 
 
+def check_by_hand(collectives: str, device: torch.device) -> None:
+    """Raises:
+    PlanError: collectives by hand, between GPUs: NCCL has no tags to keep the messages of two collectives apart.
+    """
+    if collectives != "torch" and launched() > 1 and device.type == "cuda":
+        raise PlanError(
+            f"collectives={collectives!r} runs in one process or over gloo, not over NCCL, which cannot tell the "
+            f"messages of two collectives apart: say collectives='torch'"
+        )
+
+
 def comm_for(mesh: Mesh, timeout: float | None = None, watch: Watch | None = None) -> Comm:
     """The comm of this process: all ranks of the mesh, or the one that lives here."""
     return InProcessComm(mesh) if launched() == 1 else DistributedComm(mesh, device_here(), timeout, watch)

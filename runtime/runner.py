@@ -12,6 +12,7 @@ from ..partitioner.layout import take_local
 from ..partitioner.program import Program, Segment
 from .comm import Comm
 from .execute import RankProgram, compile_rank
+from .hand_collectives import by_hand
 from .rank_log import Log
 from .record import Record
 from .state import State, pipeline_ranks
@@ -25,6 +26,7 @@ class Runner:
     """A program made ready for the ranks that live here.
 
     Attributes:
+        collectives: as in `meshwright.compile`.
         record: notes what they do, where it is set.
         dtypes: per input the dtype of its tensor; a parameter that rests in another is cast, a shard at a time.
         scale: of the loss, in the next run of a program that takes one.
@@ -32,7 +34,10 @@ class Runner:
 
     record: Record | None = None
 
-    def __init__(self, program: Program, state: State, comm: Comm, device: torch.device):
+    def __init__(
+        self, program: Program, state: State, comm: Comm, device: torch.device, collectives: str = "torch"
+    ):
+        self.collectives = collectives
         self.program, self.state, self.comm, self.device = program, state, comm, device
         self.constants = constants = {name: t.to(device) for name, t in program.constants.items()}
         make = _InSegments if program.segments else _at_one_go
@@ -68,6 +73,10 @@ class Runner:
         ]
 
     def _started(self, run: Any, rank: int, inputs: list[Any]) -> Generator[Any, Any, Any]:
+        made = self._followed(run, rank, inputs)
+        return made if self.collectives == "torch" else by_hand(made, self.collectives, self.program.mesh, rank)
+
+    def _followed(self, run: Any, rank: int, inputs: list[Any]) -> Generator[Any, Any, Any]:
         if self.record is None:
             return run(inputs)
         log = self.record.of(self.program.mesh, rank, self.device)

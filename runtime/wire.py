@@ -91,7 +91,7 @@ def begin(start: Start, group: Group) -> Pending:
 def send(post: Post, group: Any) -> Pending:
     """Begin to send tensors to a rank; they are kept, and must not be written to, until they have gone."""
     kept = [x.contiguous() for x in post.tensors]
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, _real(x), post.to, group) for x in kept])
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, _real(x), post.to, group, post.channel) for x in kept])
     return Pending(Group(None, (post.to,), 0, False), works, lambda: (), kept)
 
 
@@ -99,7 +99,8 @@ def receive(expect: Expect, rank: int, group: Any, nccl: bool) -> Pending:
     """Begin to receive tensors from a rank."""
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     made = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in expect.kinds)
-    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, _real(x), expect.source, group) for x in made])
+    ops = [dist.P2POp(dist.irecv, _real(x), expect.source, group, expect.channel) for x in made]
+    works = dist.batch_isend_irecv(ops)
     return Pending(Group(None, (expect.source, rank), 1, nccl), works, lambda: made)
 
 

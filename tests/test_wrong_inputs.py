@@ -342,6 +342,11 @@ WRONG = [
         lambda: step(on=mesh(pp=2), micro_batches=1, schedule="0: 0F0 0BW0\n1: 1F0"),
         "cannot be followed; 1B0",
     ),
+    Wrong(
+        "collectives= that there are not",
+        lambda: untouched(collectives="star"),
+        "collectives='star'; 'ring'; 'hierarchical'; 'auto'",
+    ),
     Wrong("zero=7", lambda: step(zero=7), "zero=7; 0, 1, 2, 3 or 'auto'"),
     Wrong("recompute=True", lambda: step(recompute=True), "recompute=True; 'auto', 'none' or 'full'; pin="),
     Wrong(

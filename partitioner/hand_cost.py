@@ -1,0 +1,86 @@
+"""Seconds of a hand-written collective, and which one is cheapest.
+
+    seconds = sum over rounds of  latency + max over members of max(bytes out, bytes in) / bandwidth
+
+Of a round the slowest link that it uses counts, with the `latency` and `bandwidth` of `hardware.Link`. A wire carries
+both directions at once. On a link that is a processor (`Link.together`: all ranks of one machine copy with the same
+cores) a round takes no less than all of its bytes over what the cores copy together.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .collective_programs import ALGORITHMS, HandProgram, hand_program, servers_of
+from .hardware import Link
+from .mesh import Mesh
+
+Levels = tuple[tuple[int, Link], ...]
+"""(ranks, link) of each axis of a group, the last fastest (`Mesh.levels`)."""
+
+
+def hand_seconds(program: HandProgram, levels: Levels, nbytes: float) -> float:
+    """Seconds of a program.
+
+    Args:
+        levels: (ranks, link) of each axis of the group, in the order in which its members are numbered.
+        nbytes: of the whole buffer: what is reduced, or what a gather ends with.
+    """
+    fixed, rate = _line(program, levels)
+    return fixed + rate * nbytes
+
+
+@lru_cache(maxsize=1024)
+def _line(program: HandProgram, levels: Levels) -> tuple[float, float]:
+    """Seconds at 0 bytes, and seconds a byte of the whole buffer."""
+    links = [link for _, link in levels]
+    fixed = rate = 0.0
+    for messages in program.rounds:
+        way = [_level(m.source, m.to, levels) for m in messages]
+        fixed += max(links[w].latency for w in way)
+        slowest = 0.0
+        for w in set(way):
+            out, into, every = [0.0] * program.members, [0.0] * program.members, 0.0
+            for m, on in zip(messages, way, strict=True):
+                if on == w:
+                    share = len(m.chunks) / program.chunks
+                    out[m.source] += share
+                    into[m.to] += share
+                    every += share
+            busiest = max(*out, *into) / links[w].bandwidth
+            slowest = max(slowest, busiest, every / links[w].together if links[w].together else 0.0)
+        rate += slowest
+    return fixed, rate
+
+
+def _level(a: int, b: int, levels: Levels) -> int:
+    """The slowest link between two members: of the axes on which they differ."""
+    differ = []
+    for i in reversed(range(len(levels))):
+        k = levels[i][0]
+        if a % k != b % k:
+            differ.append(i)
+        a, b = a // k, b // k
+    return min(differ, key=lambda i: levels[i][1].bandwidth)
+
+
+def fastest_first(levels: Levels) -> tuple[int, ...]:
+    """The axes in the order in which "hierarchical" reduces over them."""
+    return tuple(sorted(range(len(levels)), key=lambda i: (-levels[i][1].bandwidth, -i)))
+
+
+@lru_cache(maxsize=4096)
+def cheapest(kind: str, levels: Levels, nbytes: int) -> str:
+    """What "auto" means: the name of the program with the least seconds; of equal ones the first of `ALGORITHMS`."""
+    order = fastest_first(levels)
+    dims = tuple(k for k, _ in levels)
+    return min(ALGORITHMS, key=lambda name: hand_seconds(hand_program(name, kind, dims, order), levels, nbytes))
+
+
+def program_for(name: str, kind: str, axes: tuple[str, ...], mesh: Mesh, nbytes: int) -> HandProgram:
+    """The program of a group of `axes`: "auto" is the cheapest at this size, "server:S" has a server a rank at most."""
+    levels = mesh.levels(axes)
+    chosen = cheapest(kind, levels, nbytes) if name == "auto" else name
+    if servers_of(chosen) > 1:
+        chosen = f"server:{min(servers_of(chosen), mesh.group_size(axes))}"
+    return hand_program(chosen, kind, tuple(k for k, _ in levels), fastest_first(levels))
