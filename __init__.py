@@ -26,6 +26,7 @@ from .partitioner.plan import Plan
 from .partitioner.planner import Options, replan
 from .partitioner.precision import LossScale, Precision, precision_of
 from .partitioner.stage_search import plan_step
+from .partitioner.sync_clock import Delay
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
@@ -33,13 +34,13 @@ from .runtime.checks import check_call, check_options, check_search, check_targe
 from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
 from .runtime.launch import check_by_hand, check_world, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
+from .runtime.sync import ParameterServer
 from .runtime.verify import VerifyError
 
 __all__ = [
-    "Calibration", "CalibrationError", "CaptureError", "CheckpointError", "Compiled", "LawError", "LossScale", "Mesh",
-    "MeshwrightError", "Offload", "Plan", "PlanError", "Precision", "VerifyError", "auto_mesh", "calibrate",
-    "clip_grad_norm_",
-    "compile",
+    "Calibration", "CalibrationError", "CaptureError", "CheckpointError", "Compiled", "Delay", "LawError", "LossScale",
+    "Mesh", "MeshwrightError", "Offload", "ParameterServer", "Plan", "PlanError", "Precision", "VerifyError",
+    "auto_mesh", "calibrate", "clip_grad_norm_", "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
 log = logging.getLogger("meshwright")
@@ -229,7 +230,8 @@ def auto_mesh(
     check_options(
         model, Mesh(dp=devices, device=device), args=args, loss=loss, optimizer=None, zero=zero,
         micro_batches=micro_batches, schedule=schedule, offload="none", recompute=recompute, clip_grad_norm=None,
-        memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, precision=None, seed=seed,
+        memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, precision=None,
+        collectives="torch", seed=seed,
     )  # fmt: skip
     given, named = dict(kwargs or {}), links or {}
     request = Request("step", tuple(args), given, given.pop("target", None))
