@@ -92,7 +92,12 @@ PAIRS: list[tuple[dict[str, int], dict[str, Any], dict[str, int], dict[str, Any]
 ]
 
 
-@pytest.mark.parametrize("axes,options,other,others", PAIRS, ids=lambda v: str(v).replace(" ", ""))
+def named(options: dict[str, Any]) -> str:
+    """Of a test; the same in every process."""
+    return " ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items()) or "plain"
+
+
+@pytest.mark.parametrize("axes,options,other,others", PAIRS, ids=named)
 def test_training_goes_on(tmp_path: Path, axes: Any, options: Any, other: Any, others: Any):
     one = Training(axes, **options).go(2)
     one.compiled.save(tmp_path, data={"batch": 2})

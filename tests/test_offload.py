@@ -46,7 +46,12 @@ WAYS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("axes,options", WAYS, ids=str)
+def named(options: dict[str, Any]) -> str:
+    """Of a test; the same in every process."""
+    return " ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items())
+
+
+@pytest.mark.parametrize("axes,options", WAYS, ids=named)
 def test_the_bits_are_those_without_offload(axes: dict[str, int], options: dict[str, Any]):
     same_bits(trained("none", axes, **options), trained("full", axes, **options))
 
