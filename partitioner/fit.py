@@ -25,7 +25,7 @@ from .keep import Families, asked_again, names_of, saved_by_pins
 from .placement import place
 from .plan import Plan
 from .recompute import made_again, with_recompute
-from .resting import MOMENTS
+from .resting import rest_size, state_size
 from .saved import saved_values
 from .strategies import HEAVY
 from .twins import is_twin, original
@@ -103,9 +103,11 @@ def _bytes(graph: Graph, plan: Plan, held: tuple[float, float]) -> tuple[float, 
 
     nodes = {n.name: n for n in graph.fx.nodes}
     roles = zip(graph.placeholders, graph.inputs, strict=True)
-    sized = {str(r.name): n.meta["val"].element_size() for n, r in roles if r.kind == "param"}
-    trained, rest = plan.facts.optimizer, plan.facts.at_rest
-    state = sum(2 * n + MOMENTS * n / sized[name] if name in trained else n for name, n in rest.items())
+    params = {str(r.name): n for n, r in roles if r.kind == "param"}
+    state = sum(
+        n / rest_size(graph, params[name], name) * state_size(graph, params[name], name, name in plan.facts.optimizer)
+        for name, n in plan.facts.at_rest.items()
+    )
     kept = sum(map(local, saved_values(graph, graph.factored)))
     for m in plan.facts.moves:
         late = not m.backward and any(is_late(nodes[r]) for r in m.readers)

@@ -41,6 +41,8 @@ class Held:
         self.shards: list[tuple[int, torch.dtype]] = []
         self.sending: list[Value] = []
         self._graphs: dict[int, list[Any]] = {}
+        placed = zip(program.graph.placeholders, program.graph.inputs, strict=True)
+        self.roles = {n.name: role for n, role in placed}
         pairs = zip(program.graph.output_values, program.graph.outputs, strict=True)
         self.trained = {str(r.name) for v, r in pairs if v is not None and r.kind == "grad"}
 
@@ -51,7 +53,7 @@ class Held:
         for node, role in zip(self.program.graph.placeholders, self.program.graph.inputs, strict=True):
             if not is_tensor(node) or role.kind not in ("param", "buffer", "input"):
                 continue
-            dtype = node.meta["val"].dtype
+            dtype = self.program.captured.masters.get(str(role.name), node.meta["val"].dtype)
             nbytes = span(self._local(node.name, dtype))
             if role.kind != "param":
                 out[role.kind + "s"] += nbytes
@@ -93,7 +95,16 @@ class Held:
             return self._walk()
         inputs = [self._given(n) for n in self.program.graph.placeholders]
         made = self.scripts.of(self.program.rank_graph(self.rank), inputs, self._tangents())
-        return made.play([None] * len(inputs), self.ledger, self.moments)
+        blocks = [self._copy(n) for n in self.program.graph.placeholders]
+        return made.play(blocks, self.ledger, self.moments)
+
+    def _copy(self, node: Any) -> Block | None:
+        """Of a parameter that rests in another dtype the working copy, made as the step begins."""
+        role = self.roles.get(node.name)
+        if role is None or role.kind != "param" or not self._lives(str(role.name)):
+            return None
+        copied = str(role.name) in self.program.captured.masters
+        return self._block(self._given(node), "working copies") if copied else None
 
     def _given(self, node: Any) -> Any:
         return self._local(node.name, node.meta["val"].dtype) if is_tensor(node) else node.meta.get("val")
@@ -111,7 +122,7 @@ class Held:
                 parts = range(walk.count)
                 kept |= {(node.name, i): (self._local(node.name, dtype, i), None) for i in parts}
             else:
-                kept[node.name, None] = (self._given(node), None)
+                kept[node.name, None] = (self._given(node), self._copy(node))
         for act, dropped in zip(walk.acts, walk.dropped, strict=True):
             self.ledger.most = self.ledger.now
             if act.kind == "run":

@@ -61,7 +61,10 @@ def _within(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> t
             found += _tightened(graph, mesh, options, micro_batches, share)
     fitting = [f for f in found if f.nbytes <= options.memory or (fault is None and f is found[-1])]
     if not fitting:
+        assert fault is not None
         least = min(found, key=lambda f: f.nbytes)
+        if not least.plan.recompute:  # there is nothing to make again
+            raise fault
         raise PlanError(
             f"{fault}. With recompute of every block the least found takes {least.nbytes:.0f} bytes, "
             f"{least.state:.0f} of it parameters, gradients and optimizer state"

@@ -63,6 +63,12 @@ def rest_size(graph: Graph, node: fx.Node, name: str) -> int:
     return graph.masters.get(name, node.meta["val"].dtype).itemsize
 
 
+def state_size(graph: Graph, node: fx.Node, name: str, trained: bool) -> int:
+    """Bytes an element at rest of a parameter, its gradient, its moments, and of its working copy in another dtype."""
+    rests, works = rest_size(graph, node, name), node.meta["val"].element_size()
+    return (works if rests != works else 0) + (2 * rests + MOMENTS if trained else rests)
+
+
 class Rests:
     """Makes the `Resting` of parameters; equal ones share it."""
 
@@ -97,8 +103,7 @@ class Rests:
             # bytes at rest weigh little against time, enough to prefer the smaller of two equal plans
             moved = elements * (STEP_BYTES if trained else 1e-2 * works)
             seconds = compute_seconds(0.0, moved, "float32", self.mesh.device)
-            copied = works if rests != works else 0
-            nbytes = elements * (copied + (2 * rests + MOMENTS if trained else rests))
+            nbytes = elements * state_size(self.graph, node, name, trained)
             self._made[key] = Resting(layouts, layout_states(layouts, self.prices.names), seconds, nbytes)
         return self._made[key]
 

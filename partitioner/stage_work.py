@@ -29,7 +29,7 @@ from .mesh import TIME
 from .parts import parts
 from .placement import place
 from .plan import Plan
-from .resting import MOMENTS
+from .resting import rest_size, state_size
 from .schedule import Edge
 from .stage_cost import Costs, StageCost
 from .stages import Anchors, Stages, needed_on, parameters_read
@@ -73,6 +73,7 @@ class Work:
         self.params = {
             n: str(r.name) for n, r in zip(graph.placeholders, graph.inputs, strict=True) if r.kind == "param"
         }
+        self.named = {name: n for n, name in self.params.items()}
         self._bytes: dict[tuple[int, int], int] = {}
         self.base = self._bases(factored)
         self.seconds: dict[fx.Node, float] = defaultdict(float)
@@ -116,15 +117,19 @@ class Work:
             (self.seconds if often == m else self.once)[at] += took / m if often == m else took
             if step.axes == (TIME,) and step.kind == "all_reduce" and any(kind == "grad" for kind, _ in move.leaves):
                 name = next(name for kind, name in move.leaves if kind == "grad")
-                extra = self._local(step.after, 1) * self._itemsize(name) - self.facts.at_rest[name]
+                extra = (self._local(step.after, 1) - self._elements(name)) * rest_size(self.graph, *self._param(name))
                 self.held[at, name] = max(self.held[at, name], int(extra))
         if move.is_param and move.way.times and move.way.times[-1] < m:
-            extra = self._local(move.after, 1) * self._itemsize(move.value) - self.facts.at_rest[move.value]
+            node, _ = self._param(move.value)
+            extra = (self._local(move.after, 1) - self._elements(move.value)) * node.meta["val"].element_size()
             self.held[at, move.value] += max(0, int(extra))
 
-    def _itemsize(self, param: str) -> int:
-        node = next(n for n, name in self.params.items() if name == param)
-        return node.meta["val"].element_size()
+    def _param(self, name: str) -> tuple[fx.Node, str]:
+        return self.named[name], name
+
+    def _elements(self, name: str) -> float:
+        """Of a parameter on a rank, at rest."""
+        return self.facts.at_rest[name] / rest_size(self.graph, *self._param(name))
 
     def _local(self, layout: Layout, itemsize: int) -> int:
         key = (id(layout), itemsize)
@@ -140,10 +145,7 @@ class Work:
 
     def state(self, name: str) -> int:
         """Bytes of a parameter at rest, its gradient and its moments."""
-        at_rest = self.facts.at_rest[name]
-        if name not in self.facts.optimizer:
-            return int(at_rest)
-        return int(2 * at_rest + MOMENTS * at_rest / self._itemsize(name))
+        return int(self._elements(name) * state_size(self.graph, *self._param(name), name in self.facts.optimizer))
 
     # -- per place of forward, for the search
     def per_place(self, what: Mapping[fx.Node, float]) -> list[float]:

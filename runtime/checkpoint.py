@@ -105,6 +105,7 @@ def head_of(compiled: Compiled, data: Any) -> dict[str, Any]:
         "seed": compiled.settings.seed,
         "mesh": dict(compiled.mesh.sizes),
         "data": to_plain(data, "data"),
+        "loss_scale": compiled.scaler.state_dict() if compiled.scaler else None,
         "optimizer": _optimizer_of(optimizers) if made and optimizers else FRESH if optimizers else None,
         "schedulers": [
             to_plain(s.each[0].state_dict(), type(s.each[0]).__name__) for s in (optimizers.waiting if made else ())  # type: ignore[union-attr]
@@ -300,6 +301,8 @@ def restore(checkpoint: Checkpoint, compiled: Compiled, state: State, model_only
     if model_only:
         return
     compiled.steps = checkpoint.manifest["step"]
+    if compiled.scaler and checkpoint.manifest.get("loss_scale") is not None:
+        compiled.scaler.load_state_dict(checkpoint.manifest["loss_scale"])
     if compiled.optimizer and compiled.optimizer.each and checkpoint.manifest["optimizer"] != FRESH:
         _give_optimizer(checkpoint, staged, compiled.optimizer)
 

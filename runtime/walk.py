@@ -64,13 +64,18 @@ class Walk(Kept):
             for name in s.reads if s.part not in ("", "F") else ():
                 self.for_backward.setdefault(name, set()).add(s.stage)
 
-    def run(self, inputs: dict[str, Any], run: Run, log: Log | None = None) -> Generator[Any, Any, list[Any]]:
-        """The program: returns the whole program's outputs. `log`: is told what begins."""
+    def _begin(self, inputs: dict[str, Any]) -> dict[tuple[str, int | None], Any]:
         kept: dict[tuple[str, int | None], Any] = {}
-        forward: set[tuple[int | None, int | None]] = set()
         for name, x in inputs.items():
             parts = enumerate(self._parts(name, x)) if name in self.program.timed else ((None, x),)
             kept |= {(name, i): part for i, part in parts}
+        return kept
+
+    def run(self, inputs: dict[str, Any], run: Run, log: Log | None = None) -> Generator[Any, Any, list[Any]]:
+        """The program: returns the whole program's outputs. `inputs` is emptied; `log` is told what begins."""
+        kept = self._begin(inputs)
+        inputs.clear()  # what was cast or cut for the step is let go of at its last use
+        forward: set[tuple[int | None, int | None]] = set()
         for act, dropped in zip(self.acts, self.dropped, strict=True):
             if log is not None:
                 log.act(self.word(act), self.in_flight(kept, forward))

@@ -263,3 +263,17 @@ def test_killed_while_it_saves(tmp_path: Path):
 @pytest.mark.slow
 def test_killed_often_while_it_saves(tmp_path: Path):
     _killed(tmp_path, 50)
+
+
+def test_a_loss_scale_goes_on_where_it_was(tmp_path: Path):
+    scale = mw.LossScale(initial_scale_power=5, loss_scale_window=2)
+    low = mw.Precision("fp16", loss_scale=scale)
+    one = Training({"dp": 2}, precision=low).go(3)
+    one.compiled.save(tmp_path)
+    other = Training({"tp": 2}, precision=low)
+    other.compiled.load(tmp_path)
+    other.go(1)
+    one.go(1)
+    assert other.compiled.scaler and one.compiled.scaler
+    assert other.compiled.scaler.state_dict() == one.compiled.scaler.state_dict()
+    assert other.compiled.loss_scale == 2.0**7  # doubled twice; a fresh scale would be at 2 to the 5

@@ -17,6 +17,8 @@ CASES: list[Any] = [
     ("llama", {"dp": 2}, {}),
     ("llama", {"dp": 2}, {"micro_batches": 2}),
     ("llama", {"tp": 2}, {}),
+    ("llama", {"dp": 2}, {"precision": "bf16", "zero": 1}),
+    ("llama", {"dp": 2}, {"precision": "bf16", "micro_batches": 2}),
     ("bert", {"pp": 2}, {"micro_batches": 4, "schedule": "1f1b"}),
     pytest.param("mixtral", {"dp": 2, "tp": 2}, {}, marks=pytest.mark.slow),
     pytest.param("unet", {"dp": 2}, {"zero": 1}, marks=pytest.mark.slow),
