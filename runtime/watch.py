@@ -39,7 +39,7 @@ from .faults import MeshwrightError, PeerError
 BEAT = 1.0
 """Seconds from note to note."""
 
-SILENT = 3.0
+SILENT = 5.0
 """Beats without a new note after which a rank is gone."""
 
 LINGER = 10.0
