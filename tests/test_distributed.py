@@ -211,7 +211,7 @@ def run_fault(rank, world, how):
 def test_a_fault_of_one_rank_is_an_error_on_the_other_that_names_the_line(how):
     zero, one = run_outcomes(run_fault, 2, how)
     name, text, took = zero.value
-    assert name == "PeerError" and took < 12
+    assert name == "PeerError" and took < 25
     assert "rank 0: all_reduce(sum) over p of float32[4] at model.py:6 failed" in text
     if how == "raise":
         assert one.value[:2] == ("RankError", "rank 1: ArithmeticError: bad")
@@ -245,7 +245,7 @@ def run_no_message(rank, world, how):
 def test_messages_arrive_and_one_that_does_not_ends_in_time():
     assert run_outcomes(run_no_message, 2, "once")[1].value == [[0.0, 1.0, 2.0]]
     name, text, took = run_outcomes(run_no_message, 2, "never")[1].value
-    assert name == "PeerError" and took < 12
+    assert name == "PeerError" and took < 25
     assert "rank 1: receive of float32[3] from rank 0 at model.py:8 failed" in text
 
 
