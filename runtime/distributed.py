@@ -8,6 +8,7 @@ each other.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -129,7 +130,8 @@ class DistributedComm:
         mine += [made for pair, made in self._pairs.items() if self.rank in pair]
         self._pairs.clear()
         for made in mine:
-            dist.destroy_process_group(made)
+            with contextlib.suppress(ValueError):  # the script has destroyed the groups already
+                dist.destroy_process_group(made)
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
         """Run this rank's program to its end; what it returns.

@@ -283,10 +283,13 @@ def test_groups_may_be_started_in_different_orders(ran):
 
 def run_joined_by_torchrun_environment(rank, world):
     comm = DistributedComm(Mesh(p=world, device="cpu"), timeout=60)
-    return comm.rank, dist.get_backend()
+    joined = comm.rank, dist.get_backend()
+    dist.destroy_process_group()
+    comm.close()  # as at the end of a script that has destroyed the process groups
+    return joined
 
 
-def test_a_launched_process_joins_by_itself():
+def test_a_launched_process_joins_by_itself_and_ends_by_itself():
     assert run_ranks(run_joined_by_torchrun_environment, 2, join=False) == [(0, "gloo"), (1, "gloo")]
 
 
