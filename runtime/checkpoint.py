@@ -76,7 +76,7 @@ def part_of(state: State, index: int, optimizers: Optimizers | None) -> RankPart
         layout = state.layouts[name]
         if shard.numel():
             pieces[f"params/{name}"] = _piece(shard, layout, state, rank)
-        kept = optimizers.each[index].state.get(steps[name], {}) if optimizers and steps else {}
+        kept = optimizers.host[index].kept(optimizers.each[index], name, steps[name]) if optimizers and steps else {}
         for key, x in kept.items():
             if isinstance(x, torch.Tensor):
                 like = x.shape == shard.shape
@@ -326,13 +326,8 @@ def _give_optimizer(checkpoint: Checkpoint, staged: Staged, optimizers: Optimize
             _give_options(group, from_plain(found["options"]))
             on_device = bool(group.get("capturable") or group.get("fused"))
             for p in group["params"]:
-                kept = states.get(names[id(p)], {})
-                if not kept:
-                    if p.numel():
-                        optimizer.state.pop(p, None)
-                    continue
-                placed = {k: _placed(k, x, p, on_device) for k, x in kept.items()}
-                optimizer.state[p] = placed
+                kept = {k: _placed(k, x, p, on_device) for k, x in states.get(names[id(p)], {}).items()}
+                host.give(optimizer, names[id(p)], p, kept)
     for scheduler, found in zip(optimizers.waiting, checkpoint.manifest["schedulers"], strict=True):
         for each in scheduler.each:
             each.load_state_dict(from_plain(found))

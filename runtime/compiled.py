@@ -32,6 +32,7 @@ from ..partitioner.stages import Stages
 from ..partitioner.wires import GLOO, NCCL, ONE_PROCESS
 from .agree import check_agreement
 from .autograd import Suspended, Through
+from .block_file import FileError
 from .checkpoint import Restored, Saving, fits, restore
 from .checkpoint_files import Checkpoint, CheckpointError, latest
 from .comm import Comm
@@ -171,8 +172,17 @@ class Compiled:
             clip = self.settings.clip_grad_norm
             self.grad_norm = clip_grad_norm(self._have_state(), *(clip if isinstance(clip, tuple) else (clip,)))
         if self.optimizer:
-            self.optimizer.step()
+            self._stepped(self.optimizer, buffers)
         return loss
+
+    def _stepped(self, optimizer: Optimizers, buffers: dict[str, list[torch.Tensor]]) -> None:
+        """The optimizer's step; where it is undone, so is the rest of the step but for its gradients."""
+        try:
+            optimizer.step()
+        except FileError:
+            self._have_state().buffers.update(buffers)
+            self.steps -= 1
+            raise
 
     def _overflowed(self, buffers: dict[str, list[torch.Tensor]]) -> bool:
         """Take the scale out of the gradients. Whether they are not finite: then nothing of the step stays."""

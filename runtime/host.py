@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -29,6 +30,8 @@ class OffloadReport:
         device_nbytes: of parameters, their gradients and the optimizer's state on the device.
         steps: optimizer steps so far.
         down, up: (copies, bytes) from device to host, and back.
+        file_nbytes: of the files that state rests in.
+        read, written: bytes, from and to those files.
     """
 
     host_nbytes: int
@@ -36,6 +39,9 @@ class OffloadReport:
     steps: int
     down: tuple[int, int]
     up: tuple[int, int]
+    file_nbytes: int = 0
+    read: int = 0
+    written: int = 0
 
 
 class HostShards:
@@ -51,20 +57,9 @@ class HostShards:
         self._seen: dict[str, int] = {}
         self.steps, self._down, self._up = 0, [0, 0], [0, 0]
         if offload.offload_optimizer == "cpu":
-            for name, p in self._chosen():
+            for name, p in chosen(state, index, offload):
                 self.copies[name] = self._copied(p)
                 self._seen[name] = p._version
-
-    def _chosen(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The first trained parameters of the model that make up `ratio` of its trained elements."""
-        trained = [(n, p) for n, p in self.state.model.named_parameters() if p.requires_grad]
-        left = self.offload.ratio * sum(p.numel() for _, p in trained)
-        mine = dict(self.state.all_of(self.index))
-        for name, whole in trained:
-            if left <= 0:
-                return
-            left -= whole.numel()
-            yield name, mine[name]
 
     def _copied(self, p: nn.Parameter) -> nn.Parameter:
         pin = self.offload.pin_memory and p.is_cuda
@@ -75,6 +70,32 @@ class HostShards:
         """What the optimizer is made from: of each parameter the host's copy, or the shard itself."""
         for name, p in self.state.all_of(self.index):
             yield name, self.copies.get(name, p)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer that was made of these; it keeps its own state."""
+
+    def stage(self, optimizer: torch.optim.Optimizer) -> None:
+        """What of a step may fail, before anything is changed for good: nothing."""
+
+    def undo(self) -> None:
+        """Take back what `stage` did."""
+
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step."""
+        self.down()
+        optimizer.step()
+        self.up()
+
+    def kept(self, optimizer: torch.optim.Optimizer, name: str, p: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter; {} before its first step."""
+        return optimizer.state.get(p, {})
+
+    def give(self, optimizer: torch.optim.Optimizer, name: str, p: nn.Parameter, kept: dict[str, Any]) -> None:
+        """Replace it; {}: as before its first step."""
+        if kept:
+            optimizer.state[p] = kept
+        elif p.numel():
+            optimizer.state.pop(p, None)
 
     def down(self) -> None:
         """Gradients to the host, and parameters that others have written."""
@@ -122,9 +143,22 @@ class HostShards:
         return OffloadReport(host, device, self.steps, (self._down[0], self._down[1]), (self._up[0], self._up[1]))
 
 
+def chosen(state: State, index: int, offload: Offload) -> Iterator[tuple[str, nn.Parameter]]:
+    """The shards of the first trained parameters of the model that make up `ratio` of its trained elements."""
+    trained = [(n, p) for n, p in state.model.named_parameters() if p.requires_grad]
+    left = offload.ratio * sum(p.numel() for _, p in trained)
+    mine = dict(state.all_of(index))
+    for name, whole in trained:
+        if left <= 0:
+            return
+        left -= whole.numel()
+        yield name, mine[name]
+
+
 def added(reports: list[OffloadReport]) -> OffloadReport:
     """The reports of several ranks as one."""
     down = tuple(map(sum, zip(*(r.down for r in reports), strict=True)))
     up = tuple(map(sum, zip(*(r.up for r in reports), strict=True)))
     host, device = sum(r.host_nbytes for r in reports), sum(r.device_nbytes for r in reports)
-    return OffloadReport(host, device, reports[0].steps, down, up)  # type: ignore[arg-type]
+    files = (sum(r.file_nbytes for r in reports), sum(r.read for r in reports), sum(r.written for r in reports))
+    return OffloadReport(host, device, reports[0].steps, down, up, *files)  # type: ignore[arg-type]

@@ -20,9 +20,11 @@ from ..partitioner.errors import MeshwrightError
 from ..partitioner.offload import Offload
 from ..partitioner.optimizer_bytes import ADAMW, SGD, Stepper
 from ..partitioner.transfer import Transfer
+from .block_file import FileError
 from .comm import Start, Wait
+from .file_shards import FileShards
 from .host import HostShards, OffloadReport, added
-from .state import State, pipeline_ranks
+from .state import State, largest, pipeline_ranks
 
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -33,7 +35,7 @@ ELEMENTWISE = (
 class RankView:
     """What an optimizer factory is given: this rank's shards under the model's own names, or host copies of them."""
 
-    def __init__(self, state: State, index: int, host: HostShards | None = None):
+    def __init__(self, state: State, index: int, host: HostShards | FileShards | None = None):
         self._state, self._index, self._host = state, index, host
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -53,7 +55,7 @@ class Optimizers:
 
     def __init__(self, make: Callable[[RankView], torch.optim.Optimizer], offload: Offload | None = None):
         self.make, self.offload = make, offload or Offload()
-        self.host: list[HostShards] = []
+        self.host: list[HostShards] | list[FileShards] = []
         self.each: list[torch.optim.Optimizer] = []
         self.waiting: list[Schedulers] = []
         self.skipped = False  # the last step: schedulers then stay where they are
@@ -64,10 +66,14 @@ class Optimizers:
         Raises:
             MeshwrightError: the factory returned none, or one that cannot work on shards.
         """
-        self.host = [HostShards(state, i, self.offload) for i in range(len(state.comm.ranks))]
+        self.state, in_files = state, self.offload.offload_optimizer == "nvme"
+        held = range(len(state.comm.ranks))
+        shards = FileShards if in_files else HostShards
+        self.host = [shards(state, i, self.offload) for i in held]  # type: ignore[assignment]
         self.each = [self.make(RankView(state, i, host)) for i, host in enumerate(self.host)]
         for optimizer, host in zip(self.each, self.host, strict=True):
-            _check(optimizer, state, {id(p) for _, p in host.named_parameters()})
+            _check(optimizer, state, {id(p) for _, p in host.named_parameters()}, in_files)
+        self._agreed(lambda host, optimizer: host.adopt(optimizer))
         for scheduler in self.waiting:
             scheduler.attach(self.each)
 
@@ -77,10 +83,43 @@ class Optimizers:
         return [group for optimizer in self.each for group in optimizer.param_groups]
 
     def step(self) -> None:
+        """Step all of them or, where state in files cannot be read or written, none.
+
+        Raises:
+            FileError: of this process or another; whether something has to be loaded again, it says.
+        """
+        self._agreed(lambda host, optimizer: host.stage(optimizer), lambda host: host.undo())
         for optimizer, host in zip(self.each, self.host, strict=True):
-            host.down()
-            optimizer.step()
-            host.up()
+            host.finish(optimizer)
+
+    def _agreed(self, do: Callable[[Any, Any], None], undo: Callable[[Any], None] | None = None) -> None:
+        """What may fail, on every rank; where it fails on one it is undone on all."""
+        error: Exception | None = None
+        try:
+            for optimizer, host in zip(self.each, self.host, strict=True):
+                do(host, optimizer)
+        except Exception as fault:
+            error = fault
+        except BaseException:
+            self._undo(undo)
+            raise
+        if self.offload.offload_optimizer == "nvme":
+            failed = largest(self.state.comm, self.state.mesh, self.state.device, int(error is not None))
+            if failed and error is None:
+                error = FileError("the optimizer's file of another rank failed")
+        if error is not None:
+            self._undo(undo)
+            if undo is not None and isinstance(error, FileError):
+                error = FileError(
+                    f"{error}. The step was undone: parameters and state are those before it. Free the disk and step "
+                    f"again; where the file itself is damaged, load the last checkpoint, which writes it anew"
+                )
+            raise error
+
+    def _undo(self, undo: Callable[[Any], None] | None) -> None:
+        for host in self.host:
+            if undo is not None:
+                undo(host)
 
     def report(self) -> OffloadReport:
         """What rests on the host and what has been copied."""
@@ -88,7 +127,7 @@ class Optimizers:
 
     def stepper(self) -> Stepper:
         """What it holds on the device, as the memory model counts it: AdamW's, until it is made."""
-        if self.offload.offload_optimizer == "cpu" and self.offload.ratio == 1:
+        if self.offload.offload_optimizer != "none" and self.offload.ratio == 1:
             return SGD
         if not self.each or not isinstance(self.each[0], torch.optim.SGD):
             return ADAMW
@@ -123,8 +162,8 @@ class Schedulers:
         return self.each[0].get_last_lr()
 
 
-def _check(optimizer: Any, state: State, mine: set[int]) -> None:
-    """Refuse what is no optimizer, or one that must see whole tensors while some parameter is split."""
+def _check(optimizer: Any, state: State, mine: set[int], in_files: bool) -> None:
+    """Refuse what is no optimizer, or one that must see whole tensors while some parameter is split or cut."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise MeshwrightError(
             f"optimizer= must return a torch.optim optimizer; it returned {type(optimizer).__name__}. Write "
@@ -140,6 +179,11 @@ def _check(optimizer: Any, state: State, mine: set[int]) -> None:
     kind = type(optimizer)
     if any(c.__name__ in ELEMENTWISE and c.__module__.startswith("torch.optim") for c in kind.__mro__):
         return
+    if in_files:
+        raise MeshwrightError(
+            f"{kind.__name__} is not element-wise: its state cannot be read from a file a part at a time. Use one of "
+            f"{', '.join(ELEMENTWISE)}, or offload='full'"
+        )
     split = [name for name, layout in state.layouts.items() if layout.split_axes]
     if split:
         raise MeshwrightError(

@@ -154,9 +154,12 @@ def track(compiled: Any, *args: Any, target: Any = None, **kwargs: Any) -> list[
         with watch:
             compiled.step(*args, target=target, **kwargs)
             compiled.optimizer = optimizer
-            for rank, one in enumerate(optimizer.each if optimizer else ()):
+            away = optimizer is not None and optimizer.offload.offload_optimizer != "none"
+            for rank, one in enumerate(optimizer.each if optimizer and not away else ()):
                 watch.rank = rank
                 one.step()
+        if optimizer is not None and away:  # on the host, which is no rank's memory
+            optimizer.step()
     finally:
         comm.watch, compiled.optimizer = None, optimizer
     return watch.ranks

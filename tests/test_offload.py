@@ -7,7 +7,6 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
-from launch import run_ranks
 from small import CE, X, Y, adamw, mesh, mlp, sgd
 from torch import nn
 
@@ -100,13 +99,3 @@ def test_a_meta_model_with_offload():
     for each in (compiled, plain):
         each.step(X, target=Y)
     same_bits(compiled, plain)
-
-
-def a_rank(rank: int, world: int) -> dict[str, torch.Tensor]:
-    return trained("full", {"dp": 2}, zero=1).gather("params")
-
-
-def test_in_two_processes():
-    want = trained("none", {"dp": 2}, zero=1).gather("params")
-    for got in run_ranks("test_offload:a_rank", 2, timeout=200):
-        assert all(torch.equal(want[n], got[n]) for n in want)

@@ -226,7 +226,34 @@ WRONG = [
     Wrong(
         "offload of another device",
         lambda: step(offload=mw.Offload("disk"), optimizer=torch.optim.AdamW),
-        "offload_optimizer='disk'; 'none' or 'cpu'",
+        "offload_optimizer='disk'; 'none', 'cpu' or 'nvme'",
+    ),
+    Wrong(
+        "offload to a folder that is not there",
+        lambda: step(offload=mw.Offload("nvme", nvme_path="/no/such"), optimizer=torch.optim.AdamW),
+        "nvme_path='/no/such'; no folder; make it",
+    ),
+    Wrong(
+        "offload to files without a folder",
+        lambda: step(offload=mw.Offload("nvme", sub_group_size=0), optimizer=torch.optim.AdamW),
+        "nvme_path=None; needs a folder; sub_group_size=0",
+    ),
+    Wrong(
+        "a folder for files, but no files",
+        lambda: step(offload=mw.Offload("cpu", nvme_path="/tmp"), optimizer=torch.optim.AdamW),
+        "nvme_path='/tmp'; offload_optimizer='nvme'; leave it out",
+    ),
+    Wrong(
+        "too few buffers for Adam",
+        lambda: step(offload=mw.Offload("nvme", nvme_path="/tmp", buffer_count=3), optimizer=torch.optim.AdamW),
+        "buffer_count=3; AdamW needs 4; at least 4",
+    ),
+    Wrong(
+        "an optimizer of whole tensors, with state in files",
+        lambda: step(
+            offload=mw.Offload("nvme", nvme_path="/tmp"), optimizer=lambda m: torch.optim.LBFGS(m.parameters())
+        ),
+        "LBFGS is not element-wise; a part at a time; offload='full'",
     ),
     Wrong(
         "an offload ratio of 2",
