@@ -15,8 +15,8 @@ Rewriting a graph: `build = canonical_random(node.target)` is None for an op tha
 
 is the call that replaces the node: same number and order of outputs, pieces of the whole tensor taken from the shape
 of the fake output, `node.meta["val"]`; the node's tensors and `step` are passed through untouched. An in-place op gives
-its functional form: the caller writes the result back. Logarithms and cosines are taken in float64 and rounded once, so
-that a vector instruction and its scalar tail agree.
+its functional form: the caller writes the result back. Logarithms, sines and cosines are taken of whole vectors
+(`philox.ALIGN`), so that an element's value does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .philox import Pieces, element_words, local_shape, whole_pieces
+from .philox import Form, Pieces, elements, whole_pieces
 
 aten = torch.ops.aten
 Build = Callable[..., tuple[Callable, tuple, dict[str, Any]]]
@@ -36,14 +36,24 @@ _Form = Callable[[tuple, dict[str, Any], Any], tuple[Callable, tuple]]
 """From a call's args, kwargs and fake output: the function and the arguments that are its own."""
 
 
-def _unit(pieces: Pieces, seed: int, op: int, step: int, wide: bool, device: Any = None) -> torch.Tensor:
-    """Uniform on [0, 1): 24 bits in float32, or 53 bits in float64 if `wide`."""
-    words = element_words(pieces, seed, op, step, 2 if wide else 1, device)
+def _unit(
+    pieces: Pieces, seed: int, op: int, step: int, wide: bool, device: Any = None, bits: int = 24
+) -> torch.Tensor:
+    """Uniform on [0, 1): `bits` bits in float32, or 53 bits in float64 if `wide`."""
     if wide:
-        u = ((words[0] >> 5).double() * 2.0**26 + (words[1] >> 6)) * 2.0**-53
-    else:
-        u = (words[0] >> 8).float() * 2.0**-24
-    return u.reshape(local_shape(pieces))
+        return elements(pieces, seed, op, step, 2, _wide_units, torch.float64, device)
+    form = lambda w: [x.bitwise_right_shift_(32 - bits) for x in w]  # noqa: E731
+    return elements(pieces, seed, op, step, 1, form, torch.float32, device).mul_(2.0**-bits)
+
+
+def _wide_units(w: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [((hi >> 5).double() * 2.0**26 + (lo >> 6)) * 2.0**-53 for hi, lo in zip(w[::2], w[1::2], strict=True)]
+
+
+def keep_below(p: float) -> int:
+    """The words below it are those of the elements that dropout keeps: u < 1 - p in float32, for a u of 24 bits."""
+    threshold = float(torch.tensor(1.0 - p, dtype=torch.float32))
+    return math.ceil(threshold * 2.0**24) << 8
 
 
 def dropout(
@@ -53,37 +63,48 @@ def dropout(
     if p >= 1.0 or p <= 0.0:
         mask = torch.full(x.shape, p <= 0.0, dtype=torch.bool, device=x.device)
         return (x * 1.0 if p <= 0.0 else torch.zeros_like(x)), mask
-    mask = _unit(pieces, seed, op, step, False, x.device) < 1.0 - p
+    below = keep_below(p)
+    mask = elements(pieces, seed, op, step, 1, lambda w: [x < below for x in w], torch.bool, x.device)
     return (x * mask).mul_(1.0 / (1.0 - p)), mask
 
 
 def uniform(
     pieces: Pieces, dtype: torch.dtype, low: float, high: float, seed: int, op: int, step: int, device: Any = None
 ) -> torch.Tensor:
-    """low + (high - low) u."""
-    u = _unit(pieces, seed, op, step, dtype == torch.float64, device)
-    if dtype in (torch.float16, torch.bfloat16):  # as many bits as the type holds, so that 1 is not reached
-        bits = 11 if dtype == torch.float16 else 8
-        u = (u * 2.0**bits).floor_().mul_(2.0**-bits)
-    return (u.mul_(high - low) + low).to(dtype)
+    """low + (high - low) u; u has as many bits as the type holds, so that 1 is not reached."""
+    bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+    u = _unit(pieces, seed, op, step, dtype == torch.float64, device, bits)
+    return (u if (low, high) == (0.0, 1.0) else u.mul_(high - low).add_(low)).to(dtype)
 
 
 def normal(
     pieces: Pieces, dtype: torch.dtype, mean: Any, std: Any, seed: int, op: int, step: int, device: Any = None
 ) -> torch.Tensor:
-    """mean + std z by Box and Muller: z = sqrt(-2 ln u1) cos(2π u2). `mean` and `std` may be tensors."""
-    w0, w1 = element_words(pieces, seed, op, step, 2, device)
-    radius = (w0 + 1).double().mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-    z = w1.double().mul_(2.0 * math.pi * 2.0**-32).cos_().mul_(radius).reshape(local_shape(pieces))
-    return (z * std + mean).to(dtype)
+    """mean + std z by Box and Muller: z = sqrt(-2 ln u1) cos(2π u2), and the next element's has the sine of the same
+    u1, u2. `mean` and `std` may be tensors."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    z = elements(pieces, seed, op, step, 1, partial(_pairs, wide=wide), wide, device)
+    if isinstance(mean, torch.Tensor) or isinstance(std, torch.Tensor):
+        return (z * std + mean).to(dtype)
+    z = z if std == 1.0 else z.mul_(std)
+    return (z if mean == 0.0 else z.add_(mean)).to(dtype)
+
+
+def _pairs(w: list[torch.Tensor], wide: torch.dtype) -> list[torch.Tensor]:
+    made = []
+    for w0, w1 in zip(w[::2], w[1::2], strict=True):
+        radius = w0.to(wide).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = w1.to(wide).mul_(2.0 * math.pi * 2.0**-32)
+        made += [torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)]
+    return made
 
 
 def exponential(
     pieces: Pieces, dtype: torch.dtype, rate: float, seed: int, op: int, step: int, device: Any = None
 ) -> torch.Tensor:
     """-ln(1 - u) / rate, never 0."""
-    w0 = element_words(pieces, seed, op, step, 1, device)[0]
-    return (w0.double().add_(0.5).mul_(2.0**-32).log_().mul_(-1.0 / rate)).reshape(local_shape(pieces)).to(dtype)
+    form = lambda w: [x.double().add_(0.5).mul_(2.0**-32).log_().mul_(-1.0 / rate) for x in w]  # noqa: E731
+    return elements(pieces, seed, op, step, 1, form, dtype, device)
 
 
 def bernoulli(
@@ -100,17 +121,40 @@ def randint(
     """Integers in [low, high): low + floor(word · (high - low) / 2^32), or 62 bits modulo a wider range."""
     span = high - low
     if span <= 1 << 31:
-        drawn = (element_words(pieces, seed, op, step, 1, device)[0] * span) >> 32
-    else:
-        w0, w1 = element_words(pieces, seed, op, step, 2, device)
-        drawn = ((w0 >> 2) * (1 << 32) + w1) % span
-    return (drawn + low).reshape(local_shape(pieces)).to(dtype)
+        form: Form = lambda w: [x.mul_(span).bitwise_right_shift_(32).add_(low) for x in w]  # noqa: E731
+        return elements(pieces, seed, op, step, 1, form, dtype, device)
+    wide: Form = lambda w: [  # noqa: E731
+        ((hi >> 2) * (1 << 32) + lo) % span + low for hi, lo in zip(w[::2], w[1::2], strict=True)
+    ]
+    return elements(pieces, seed, op, step, 2, wide, dtype, device)
 
 
 def randperm(n: int, dtype: torch.dtype, seed: int, op: int, step: int, device: Any = None) -> torch.Tensor:
     """The order that sorts n draws; the whole permutation on every rank."""
-    w0, w1 = element_words(whole_pieces((n,)), seed, op, step, 2, device)
-    return ((w0 >> 1) * (1 << 32) + w1).argsort(stable=True).to(dtype)
+    form: Form = lambda w: [(hi >> 1) * (1 << 32) + lo for hi, lo in zip(w[::2], w[1::2], strict=True)]  # noqa: E731
+    return elements(whole_pieces((n,)), seed, op, step, 2, form, torch.int64, device).argsort(stable=True).to(dtype)
+
+
+DRAWS: dict[Callable[..., Any], tuple[int, int]] = {
+    dropout: (4, 1),
+    uniform: (32, 0),
+    normal: (48, 12),
+    exponential: (40, 0),
+    bernoulli: (0, 5),
+    randint: (40, 0),
+    randperm: (40, 24),
+}
+"""Of each function for the memory model: bytes a counter of a form's values, and bytes an element that stand whole
+beside the result, after the draw."""
+
+
+def drawn(fn: Callable[..., Any], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what is drawn for a result of `dtype`, before it is cast."""
+    if fn in (dropout, randperm):
+        return torch.bool if fn is dropout else torch.int64
+    if fn in (uniform, normal, bernoulli):
+        return torch.float64 if dtype == torch.float64 else torch.float32
+    return dtype
 
 
 def canonical_random(target: Any) -> Build | None:

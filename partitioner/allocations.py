@@ -6,10 +6,10 @@
 
 Functions and ops of our own are run as the ATen calls that they are made of (`kernels/inside.py`), so what attention's
 backward or a loss holds on its way counts. What an ATen op allocates inside itself does not: no mode sees it. Equal
-calls (op, shapes, strides, dtypes) are run once. Random draws are counted by rule, for on the CPU they go by chunks:
+calls (op, shapes, strides, dtypes) are run once. Random draws are counted by rule, for they are of values and go by
+chunks on a CPU:
 
-    random    the larger of 24 bytes an element (the index and twice the words, in int64) and 16 bytes an element + 72
-              an element of a chunk
+    random    what is drawn with `philox.scratch`; then the results and what stands whole beside them (`random.DRAWS`)
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import random as draws
 from ..kernels.inside import inside
-from ..kernels.philox import CHUNK
+from ..kernels.philox import scratch, whole_pieces
 from .compat import DispatchMode
 
 _ASKS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-_DRAWS = frozenset({
-    draws.dropout, draws.uniform, draws.normal, draws.exponential, draws.bernoulli, draws.randint, draws.randperm
-})  # fmt: skip
-INDEX, ROUNDS = 8, 72
-"""Bytes an element of a random draw's index, as many of its words; and bytes an element of a chunk on their way."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +165,7 @@ class Calls:
         return found
 
     def _run(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Effect:
-        if target in _DRAWS:
+        if target in draws.DRAWS:
             return self._draw(target, args, kwargs)
         with self.mode or contextlib.nullcontext(), torch.no_grad():
             args, kwargs = tree_map(self._fake, (args, kwargs), is_leaf=_is_spec)
@@ -186,21 +181,22 @@ class Calls:
     def _draw(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Effect:
         """By rule: the results, the index and the words."""
         if target is draws.randperm:
-            outs, n = (contiguous((args[0],), args[1]),), args[0]
+            pieces, outs = whole_pieces((args[0],)), (contiguous((args[0],), args[1]),)
         else:
             pieces = kwargs.get("pieces", args[1] if target is draws.bernoulli else args[0])
             shape = tuple(math.prod(length for _, length, _ in dim) for dim in pieces)
-            n = math.prod(shape)
             if target is draws.dropout:
                 outs = (contiguous(shape, args[0].dtype), contiguous(shape, torch.bool))
             else:
-                dtype = next(a for a in args if isinstance(a, torch.dtype))
-                outs = (contiguous(shape, dtype),)
+                outs = (contiguous(shape, next(a for a in args if isinstance(a, torch.dtype))),)
         new = tuple(span(s) for s in outs)
         made = tuple(Output(s, -1 - i) for i, s in enumerate(outs))
-        chunk = n if self.cuda else min(n, CHUNK)
-        way = max(3 * INDEX * n, 2 * INDEX * n + ROUNDS * chunk)
-        return Effect(made if target is draws.dropout else made[0], new, max(sum(new) + 4 * n, way))
+        n, (form, whole) = math.prod(outs[0].shape), draws.DRAWS[target]
+        dtype = draws.drawn(target, outs[0].dtype)
+        words = 2 if target is draws.randperm or (target is not draws.normal and dtype == torch.float64) else 1
+        first = n * dtype.itemsize + scratch(pieces, words, form, not self.cuda)
+        inside = max(first, sum(new) + n * whole)
+        return Effect(made if target is draws.dropout else made[0], new, inside)
 
 
 def _is_spec(x: Any) -> bool:

@@ -13,7 +13,8 @@ MAY_IMPORT = {
     "partitioner": {"partitioner", "kernels"},
     "kernels": {"kernels"},
 }
-KERNELS_MAY_USE = {"torch", "triton", "__future__", "collections", "typing", "dataclasses", "functools", "math"}
+_STANDARD = {"__future__", "collections", "typing", "dataclasses", "functools", "math"}
+KERNELS_MAY_USE = {"torch", "triton", "numpy"} | _STANDARD
 PRIVATE_TORCH = {"partitioner/aot.py", "partitioner/compat.py"}
 OPS = "torch._ops", "torch.utils._pytree"  # the type of an op, and the tree functions: stable for years, no public name
 FILES = [p for room in MAY_IMPORT for p in sorted((ROOT / room).glob("*.py" if not room else "**/*.py"))]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from meshwright.kernels import philox, random
+from meshwright.partitioner.allocations import Calls, Storages, spec_of
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,6 @@ def test_philox_equals_numpy():
     want = philox_numpy((lo.numpy(), hi.numpy(), [0xFFFFFFFF] * 1000, [5] * 1000), (0xFFFFFFFE, 0x12345678))
     for g, w in zip(got, want, strict=True):
         assert (g.numpy() == w.astype(np.int64)).all()
-    assert (philox.philox(lo, hi, 0xFFFFFFFF, 5, 0xFFFFFFFE, 0x12345678) == got[0]).all()
     assert (kept[0] == lo).all() and (kept[1] == hi).all()
     known = philox.philox4(0, 0, 0, 0, 0, 0)  # the authors' own vector
     assert known == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
@@ -170,3 +170,30 @@ def test_every_random_op_has_its_form():
         for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype, target
     assert random.canonical_random(aten.add.Tensor) is None
+
+
+@pytest.mark.parametrize("pieces", [philox.whole_pieces((300_001,)), (((3, 70_001, 90_003),),)], ids=["whole", "part"])
+def test_the_memory_model_knows_what_a_draw_holds(pieces):
+    """Against every storage that a draw makes: at least its peak, and not far above."""
+    n, shape = pieces[0][0][1], philox.local_shape(pieces)
+    key = {"seed": 3, "op": 1, "step": 2}
+    half, x = torch.bfloat16, torch.randn(shape)
+    calls = [
+        (random.dropout, (x, 0.1), {**key, "pieces": pieces}),
+        (random.uniform, (pieces, torch.float32, 0.0, 1.0), key),
+        (random.uniform, (pieces, half, 0.0, 2.0), key),
+        (random.uniform, (pieces, torch.float64, 0.0, 2.0), key),
+        (random.normal, (pieces, torch.float32, 0.0, 1.0), key),
+        (random.normal, (pieces, half, 1.0, x), key),
+        (random.exponential, (pieces, torch.float32, 1.0), key),
+        (random.bernoulli, (0.5, pieces, half), key),
+        (random.randint, (pieces, 0, 100, torch.int64), key),
+        (random.randperm, (n, torch.int64), key),
+    ]
+    for target, args, kwargs in calls:
+        seen = Storages([x])
+        with seen:
+            target(*args, **kwargs)
+        specs = [spec_of(a) if isinstance(a, torch.Tensor) else a for a in args]
+        said = Calls(None, False).effect(target, tuple(specs), kwargs).inside
+        assert seen.peak <= said <= 1.7 * seen.peak, (target, args[:2], seen.peak, said)
