@@ -55,7 +55,7 @@ def best_cuts(
         room: what a stage may hold.
     """
     n, fixed = len(seconds), dict(fixed or {})
-    at = np.array(sorted({0, n, *_candidates(sent, count), *fixed.values()}))
+    at = np.array(sorted({0, n, *candidates(sent, count), *fixed.values()}))
     total = np.concatenate([[0.0], np.cumsum(seconds)])
     ends = np.array([*sent, 0.0])[at]
     ends[0] = 0.0
@@ -98,7 +98,7 @@ def _table(costs: Sequence[np.ndarray], may_end: Sequence[np.ndarray], join: np.
     return float(best[-1]), out[::-1]
 
 
-def _candidates(sent: Sequence[float], count: int) -> list[int]:
+def candidates(sent: Sequence[float], count: int) -> list[int]:
     n = len(sent)
     if n <= EVERY:
         return list(range(1, n))

@@ -1,9 +1,12 @@
 """A plan's pipeline: the schedule, and where forward is cut, as asked or as found.
 
     seconds of a stage = its calls, forward and backward, and the reshards that they need, of one micro-batch
-    cut                the places that make the costliest stage cheapest, what is sent at a cut counted on both sides
+                         and its part of what a step does once, the optimizer included
+    cut                the places that make the costliest stage cheapest, what is sent at a cut counted on both sides;
+                         of places about as good one where less is sent
 
-`cuts.py` searches for the places, `stage_work.py` says what stages cost, `stage_search.py` compares schedules.
+`cuts.py` searches for the places and `cut_moves.py` moves them, `stage_work.py` says what stages cost,
+`stage_search.py` compares schedules.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch.fx as fx
 from .action import COMPUTE
 from .collective_cost import collective_seconds
 from .cost import nbytes
+from .cut_moves import even_ranks, sending_less
 from .cuts import Room, best_cuts
 from .errors import PlanError, ScheduleError
 from .factors import Factored
@@ -85,9 +89,8 @@ class Cutter:
         self.found = anchors(graph, factored)
         self.work = Work(graph, factored, plan, self.found, axis)
         m = plan.micro_batches
-        once = {n: took / m for n, took in self.work.once.items()}
-        pairs = zip(self.work.per_place(self.work.seconds), self.work.per_place(once), strict=True)
-        self.seconds = [a + b for a, b in pairs]
+        loop, once = self.work.per_place(self.work.seconds), self.work.per_place(self.work.once)
+        self.seconds = [a + (b + c) / m for a, b, c in zip(loop, once, self.work.optimizer_at(), strict=True)]
         link, split = plan.mesh.levels((axis,)), max(1, plan.mesh.world_size // plan.mesh.sizes[axis])
         self.sent = [
             n if n in (0, math.inf) else 2 * float(collective_seconds("permute", link, n / split / m))
@@ -104,11 +107,21 @@ class Cutter:
         cuts = self._cuts(len(placement), room)
         return None if cuts is None else stages_of(self.graph, self.found, cuts, placement)
 
+    def even_ranks(self, placement: tuple[int, ...]) -> Stages | None:
+        """Stages that make ranks rather than stages even; None where that is no difference, or stages stay in place."""
+        count = len(placement)
+        cuts = self._cuts(count, None)
+        ranks = len(set(placement))
+        if cuts is None or self.asked.stages is not None or count == ranks or len(self.found.forward) < count:
+            return None
+        moved = even_ranks(self.seconds, self.sent, cuts, placement, self._pinned(count))
+        return None if moved == cuts else stages_of(self.graph, self.found, moved, placement)
+
     def _cuts(self, count: int, room: Room | None) -> list[int] | None:
         n = len(self.found.forward)
         if self.asked.stages is not None:
             return _as_before(self.graph, self.found, self.asked.stages, count)
-        fixed = _fixed(self.found, self.asked.starts, count)
+        fixed = self._pinned(count)
         if n < count:
             return [min(i, n) for i in range(1, count)]  # the last stages have nothing to do
         cuts = best_cuts(self.seconds, self.sent, count, fixed, room)
@@ -119,7 +132,10 @@ class Cutter:
                 f"something of a size that depends on data would be sent to another stage. Use fewer stages, or pin "
                 f"where they start"
             )
-        return cuts
+        return cuts if cuts is None or room else sending_less(self.seconds, self.sent, cuts, fixed)
+
+    def _pinned(self, count: int) -> dict[int, int]:
+        return _fixed(self.found, self.asked.starts, count)
 
     def room(self, schedule: Schedule, limit: float) -> Room | None:
         """What a stage may hold, where each rank has one; where it has several, only their sum would say."""

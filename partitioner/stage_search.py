@@ -1,6 +1,7 @@
 """The search for a pipeline: schedules and numbers of micro-batches compared in the simulator, within the memory.
 
-    step         simulated seconds of the schedule on the stages cut for it + the longest of what ranks do once
+    step         simulated seconds of the schedule on the stages cut for it + the longest of what ranks do once;
+                 with several stages a rank, on even stages or even ranks, whichever takes less
     fits         peak bytes of every rank <= memory, resident and in flight
     chosen       of those that fit (without a limit: that the device can hold, if any), and take at most `CLOSE` longer
                  than the fastest, the one with the least peak, then the fewest micro-batches
@@ -182,6 +183,9 @@ class _Search:
         open_ = cutter.stages(schedule.placement)
         assert open_ is not None
         found = self._timed(cutter, schedule, open_)
+        even = cutter.even_ranks(schedule.placement)
+        if even is not None:
+            found = min(found, self._timed(cutter, schedule, even), key=lambda c: c.seconds)
         if self.limit is not None and found.peak > self.limit:
             room = cutter.room(schedule, self.limit)
             smaller = None if room is None else cutter.stages(schedule.placement, room)

@@ -14,7 +14,7 @@ What stands only while one call runs is not counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -159,15 +159,22 @@ class Work:
 
     def resident_at(self) -> list[float]:
         """Per forward call the bytes held all the time, of the parameters that it is the first to read."""
-        out, seen = [0.0] * len(self.found.forward), set()
-        for at, names in enumerate(parameters_read(self.graph, self.found)):
-            for name in names - seen:
-                out[at] += self.state(name)
-            seen |= names
+        out = self._at_first_reader(self.state)
         for (node, _), extra in self.held.items():
             at = self.found.of.get(node)
             if at is not None and out:
                 out[at] += extra
+        return out
+
+    def optimizer_at(self) -> list[float]:
+        """Per forward call the optimizer's seconds on the parameters that it is the first to read."""
+        return self._at_first_reader(lambda name: self.facts.optimizer.get(name, 0.0))
+
+    def _at_first_reader(self, of: Callable[[str], float]) -> list[float]:
+        out, seen = [0.0] * len(self.found.forward), set()
+        for at, names in enumerate(parameters_read(self.graph, self.found)):
+            out[at] += sum(of(name) for name in sorted(names - seen))
+            seen |= names
         return out
 
     def saved_at(self) -> list[float]:
