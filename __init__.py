@@ -67,6 +67,7 @@ def compile(
     batch_dims: dict[Any, int | None] | None = None,
     inputs: str = "global",
     timeout: float | None = None,
+    check_every: int | None = None,
     collectives: str = "torch",
     seed: int = 0,
 ) -> Compiled:
@@ -103,6 +104,8 @@ def compile(
             its own part).
         timeout: seconds that a process waits for others in a collective or a message, before it ends with an error that
             names who is missing and what that one was at; by default torch.distributed's own, 30 minutes.
+        check_every: steps from one check to the next that all ranks are in step: the same batch, equal copies of
+            parameters and buffers, no NaN that some ranks alone have made; None: batch and first values, once.
         collectives: who carries out all-reduces, reduce-scatters and all-gathers: "torch", or messages between two
             ranks by "ring", "bidirectional", "hierarchical", "halving", "tree", "server" or "server:4" (as many
             shards); "auto" is the cheapest of these at each size.
@@ -121,7 +124,7 @@ def compile(
         model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
         schedule=schedule, offload=offload, recompute=recompute, precision=precision, clip_grad_norm=clip_grad_norm,
         memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout,
-        collectives=collectives, seed=seed,
+        check_every=check_every, collectives=collectives, seed=seed,
     )  # fmt: skip
     check_world(mesh, inputs)
     device = device_here()
@@ -171,6 +174,7 @@ def compile(
         local_inputs=inputs == "local",
         seed=seed,
         timeout=timeout,
+        check_every=check_every,
         offload=offload_of(offload),
         precision=low,
         collectives=collectives,
@@ -231,7 +235,7 @@ def auto_mesh(
         model, Mesh(dp=devices, device=device), args=args, loss=loss, optimizer=None, zero=zero,
         micro_batches=micro_batches, schedule=schedule, offload="none", recompute=recompute, clip_grad_norm=None,
         memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, precision=None,
-        collectives="torch", seed=seed,
+        check_every=None, collectives="torch", seed=seed,
     )  # fmt: skip
     given, named = dict(kwargs or {}), links or {}
     request = Request("step", tuple(args), given, given.pop("target", None))

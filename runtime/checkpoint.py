@@ -308,6 +308,7 @@ def restore(checkpoint: Checkpoint, compiled: Compiled, state: State, model_only
 
 
 def _give_model(staged: Staged, state: State) -> None:
+    state.as_given = False
     for name, values in staged.params.items():
         for p, value in zip(state.params[name], values, strict=True):
             if p is not None and value is not None:

@@ -161,6 +161,9 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     timeout = given["timeout"]
     if timeout is not None and not (_is_number(timeout) and timeout > 0):
         yield f"timeout={timeout!r}: give the seconds that a process may wait for another, a positive number, or None"
+    often = given["check_every"]
+    if often is not None and not (isinstance(often, int) and not isinstance(often, bool) and often > 0):
+        yield f"check_every={often!r}: give the steps from one check of the ranks to the next, at least 1, or None"
     yield from _collectives(given["collectives"])
     if not isinstance(given["seed"], int):
         yield f"seed={given['seed']!r}: give a whole number"

@@ -36,13 +36,16 @@ from .block_file import FileError
 from .checkpoint import Restored, Saving, fits, restore
 from .checkpoint_files import Checkpoint, CheckpointError, latest
 from .comm import Comm
+from .first_nan import Origin, compare_origins, has_nan
 from .host import OffloadReport
+from .in_step import compare_call, compare_copies, compare_first_values
 from .initialise import initialise
 from .launch import comm_for, watch_here
 from .loss_scale import Scaler, unscale
 from .optimizer import Optimizers, RankView, Schedulers, clip_grad_norm
 from .plain import from_plain
 from .record import Record
+from .roll_call import RollCall
 from .runner import Runner
 from .signature import signature, text
 from .state import State
@@ -78,6 +81,7 @@ class Settings:
     local_inputs: bool = False
     seed: int = 0
     timeout: float | None = None
+    check_every: int | None = None
     build: Callable[[Request], Program] = field(default=None)  # type: ignore[assignment]
     offload: Offload = Offload()
     precision: Precision | None = None
@@ -123,6 +127,10 @@ class Compiled:
     def _watch(self) -> Watch | None:
         return watch_here(self.settings.timeout)
 
+    @cached_property
+    def _roll_call(self) -> RollCall | None:
+        return RollCall(self._watch, self.settings.timeout) if self._watch else None
+
     def _telling(self) -> AbstractContextManager[None]:
         """An error in the block is written down for the other processes, which wait for this one."""
         return self._watch.telling() if self._watch else nullcontext()
@@ -142,6 +150,7 @@ class Compiled:
         inputs = _tensors((args, kwargs, None))
         wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))
         runner = self._runner(Request("autograd" if wanted else "forward", args, kwargs))
+        self._compare(runner, inputs)
         if runner.program.form == "forward":
             return runner.program.graph.result(runner.run(inputs, self._next_step(), self.settings.local_inputs))
         suspended = Suspended(runner, inputs, self._next_step(), self.settings.local_inputs)
@@ -165,7 +174,12 @@ class Compiled:
         self._zero_grad()
         runner.scale = self.scaler.tensor(self.device) if self.scaler else None
         buffers = dict(self._have_state().buffers)
-        (loss,) = runner.run(_tensors((args, kwargs, target)), self._next_step(), self.settings.local_inputs)
+        inputs = _tensors((args, kwargs, target))
+        due = self._compare(runner, inputs) and not self.scaler
+        runner.origins = {r: Origin() for r in self.comm.ranks} if due else {}
+        (loss,) = runner.run(inputs, self._next_step(), self.settings.local_inputs)
+        if due:
+            self._compare_nan(runner, loss)
         if self.scaler and self._overflowed(buffers):
             return loss
         if self.settings.clip_grad_norm is not None:
@@ -183,6 +197,24 @@ class Compiled:
             self._have_state().buffers.update(buffers)
             self.steps -= 1
             raise
+
+    def _compare(self, runner: Runner, inputs: list[torch.Tensor]) -> bool:
+        """That the ranks are in step, where it is time to look. Whether this is a step that `check_every` names."""
+        every, call, state = self.settings.check_every, self._roll_call, self._have_state()
+        due = every is not None and self.steps % every == 0
+        if call and (due or not runner.compared):
+            compare_call(call, inputs, self.steps, self.mesh, self.settings.local_inputs)
+        if call and state.as_given:
+            compare_first_values(call, self.model)
+        if due:
+            compare_copies(call, state, self.steps)
+        runner.compared, state.as_given = True, False
+        return due
+
+    def _compare_nan(self, runner: Runner, loss: torch.Tensor) -> None:
+        grads = (p.grad for _, p in self._have_state().shards())
+        spoilt = has_nan(loss) or any(g is not None and has_nan(g) for g in grads)
+        compare_origins(self._roll_call, runner.origins, spoilt, self.steps - 1)
 
     def _overflowed(self, buffers: dict[str, list[torch.Tensor]]) -> bool:
         """Take the scale out of the gradients. Whether they are not finite: then nothing of the step stays."""
@@ -257,7 +289,8 @@ class Compiled:
                 self.optimizer.attach(self._state)
         self._check_homes(program)
         collectives = self.settings.collectives
-        check_agreement(program, self.comm, self.device, f"collectives={collectives}")
+        options = f"collectives={collectives!r}, seed={self.settings.seed}, check_every={self.settings.check_every}"
+        check_agreement(program, self._roll_call, options, shapes)
         return Runner(program, self._state, self.comm, self.device, collectives)
 
     def _check_homes(self, program: Program) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..partitioner.errors import MeshwrightError
 
-__all__ = ["DeadlockError", "MeshwrightError", "MismatchError", "PeerError", "RankError"]
+__all__ = ["DeadlockError", "DivergedError", "MeshwrightError", "MismatchError", "PeerError", "RankError"]
 
 
 class DeadlockError(MeshwrightError):
@@ -13,6 +13,18 @@ class DeadlockError(MeshwrightError):
 
 class MismatchError(MeshwrightError):
     """The ranks of a group started different collectives, or one was given a tensor that does not fit it."""
+
+
+class DivergedError(MeshwrightError):
+    """Some ranks are out of step with the others: another program, batch, step or values, or a NaN of their own.
+
+    Attributes:
+        ranks: those that are; where no more have one than the other, those that differ from the first.
+    """
+
+    def __init__(self, text: str, ranks: tuple[int, ...]):
+        super().__init__(text)
+        self.ranks = ranks
 
 
 class PeerError(MeshwrightError):

@@ -12,6 +12,7 @@ from ..partitioner.layout import take_local
 from ..partitioner.program import Program, Segment
 from .comm import Comm
 from .execute import RankProgram, compile_rank
+from .first_nan import Origin, followed
 from .hand_collectives import by_hand
 from .rank_log import Log
 from .record import Record
@@ -30,9 +31,12 @@ class Runner:
         record: notes what they do, where it is set.
         dtypes: per input the dtype of its tensor; a parameter that rests in another is cast, a shard at a time.
         scale: of the loss, in the next run of a program that takes one.
+        origins: by held rank, notes where the first NaN of the next run came from; empty to look for none.
+        compared: whether the processes have compared what they run it on.
     """
 
     record: Record | None = None
+    compared = False
 
     def __init__(
         self, program: Program, state: State, comm: Comm, device: torch.device, collectives: str = "torch"
@@ -44,6 +48,7 @@ class Runner:
         comm.prepare_pairs(_pairs(program))
         self.dtypes = [getattr(n.meta["val"], "dtype", None) for n in program.graph.placeholders]
         self.scale: torch.Tensor | None = None
+        self.origins: dict[int, Origin] = {}
         self.ranks = [make(program, r, constants) for r in comm.ranks]
 
     def _inputs(self, index: int, rank: int, tensors: list[torch.Tensor], step: int, local: bool) -> list[Any]:
@@ -78,9 +83,16 @@ class Runner:
 
     def _followed(self, run: Any, rank: int, inputs: list[Any]) -> Generator[Any, Any, Any]:
         if self.record is None:
-            return run(inputs)
-        log = self.record.of(self.program.mesh, rank, self.device)
-        return log.following(run(inputs, log) if isinstance(run, _InSegments) else run(inputs))
+            made = run(inputs)
+        else:
+            log = self.record.of(self.program.mesh, rank, self.device)
+            made = log.following(run(inputs, log) if isinstance(run, _InSegments) else run(inputs))
+        origin = self.origins.get(rank)
+        if origin is None:
+            return made
+        for role, x in zip(self.program.graph.inputs, inputs, strict=True):
+            origin.see((x,), f"its part of {role.kind} {role.name}", True)
+        return followed(made, origin)
 
     def run(self, tensors: list[torch.Tensor], step: int, local: bool = False) -> list[torch.Tensor]:
         """Run to the end; gradients are added to the shards', buffers replaced. Returns the output tensors."""

@@ -33,4 +33,5 @@ def _key(x: Any) -> Any:
 
 def text(call: Any) -> str:
     """The shapes of a call, for messages."""
-    return ", ".join(str(list(x.shape)) if isinstance(x, torch.Tensor) else repr(x) for x in pytree.tree_leaves(call))
+    leaves = [x for x in pytree.tree_leaves(call) if x is not None]
+    return ", ".join(str(list(x.shape)) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)

@@ -79,6 +79,7 @@ class State:
         homes: {parameter: the indices on the pipeline axis that hold it}; () for all.
         params: {parameter: its shard on each held rank, None where that is no home}; buffers likewise, whole.
         aliases: {name: first name} of parameters and buffers that are one tensor under several names.
+        as_given: whether all values are still those that the model came with.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class State:
                 self.empty.add(name)
             self.buffers[name] = [self._copy(b) for _ in comm.ranks]
         self.aliases = aliases_of(model)
+        self.as_given = not self.empty
 
     def _shard(self, name: str, p: nn.Parameter, rank: int) -> nn.Parameter:
         if p.is_meta:
@@ -158,6 +160,7 @@ class State:
 
     def set_param(self, name: str, value: torch.Tensor) -> None:
         """Give a parameter a new whole value."""
+        self.as_given = False
         for p, rank in zip(self.params[name], self.comm.ranks, strict=True):
             if p is None:
                 continue

@@ -76,6 +76,7 @@ class Watch:
         device: where a tensor must lie for torch.distributed to send it.
 
     Attributes:
+        store: where the notes lie.
         step: the training step, written into the notes.
         waiting: what the process waits for; "" where it does not.
         closing: called when the process ends.
@@ -87,7 +88,7 @@ class Watch:
     def __init__(self, device: torch.device, beat: float = BEAT):
         self.rank, self.world, self.beat = dist.get_rank(), dist.get_world_size(), beat
         self.step, self.waiting = 0, ""
-        self._store = _store(self.rank, device)
+        self.store = _store(self.rank, device)
         self.closing: list[Callable[[], None]] = []
         self._ended = self._left = False
         self._main = threading.get_ident()
@@ -101,7 +102,7 @@ class Watch:
         """An error that leaves the block is written down for the others; if the program goes on, it is taken back."""
         if self._ended and not self._left:
             self._ended = False
-            _trying(self._store.delete_key, f"end {self.rank}")
+            _trying(self.store.delete_key, f"end {self.rank}")
         try:
             yield
         except BaseException as error:
@@ -131,7 +132,7 @@ class Watch:
             close()
         end = time.monotonic() + LINGER * self.beat
         while self.rank == 0 and time.monotonic() < end:
-            over = self._ends()
+            over = self.ends()
             if len(over) == self.world or not any(kind != "ended" for kind, _ in over.values()):
                 return
             time.sleep(self.beat / 5)
@@ -140,7 +141,7 @@ class Watch:
         if self._ended:
             return
         self._ended = True
-        _trying(self._store.set, f"end {self.rank}", json.dumps((kind, text)))
+        _trying(self.store.set, f"end {self.rank}", json.dumps((kind, text)))
 
     def _beats(self) -> None:
         before, since = "", time.monotonic()
@@ -155,7 +156,7 @@ class Watch:
                 return
 
     def _write(self, note: Note) -> bool:
-        return _trying(self._store.set, f"note {self.rank}", json.dumps(asdict(note))) is not _FAILED
+        return _trying(self.store.set, f"note {self.rank}", json.dumps(asdict(note))) is not _FAILED
 
     def _position(self) -> str:
         """The line of a generated program, or else of the user's script, that the main thread is at."""
@@ -172,20 +173,21 @@ class Watch:
     # -- reading
     def blame(self) -> str:
         """Which ranks are the cause of a failure, a line each; takes up to `SILENT` beats."""
-        before = self._notes()
+        before = self.notes()
         if before is None:
             return "rank 0 is gone: it kept the notes of all ranks"
         deadline = time.monotonic() + SILENT * self.beat
-        while not (ended := self._ends()).keys() >= {r for r in before if r != self.rank}:
+        while not (ended := self.ends()).keys() >= {r for r in before if r != self.rank}:
             if any(kind == "raised" for kind, _ in ended.values()) or time.monotonic() > deadline:
                 break
             time.sleep(self.beat / 5)
-        now = self._notes()
+        now = self.notes()
         if now is None:
             return "rank 0 is gone: it kept the notes of all ranks"
         return _verdict(self.rank, before, now, ended)
 
-    def _notes(self) -> dict[int, Note] | None:
+    def notes(self) -> dict[int, Note] | None:
+        """Each rank's last note; None where rank 0 is gone."""
         found = {}
         for rank in range(self.world):
             text = _trying(self._read, f"note {rank}")
@@ -194,7 +196,8 @@ class Watch:
             found[rank] = Note(**json.loads(text)) if text else Note()
         return found
 
-    def _ends(self) -> dict[int, tuple[str, str]]:
+    def ends(self) -> dict[int, tuple[str, str]]:
+        """(kind, why) of the ranks that have ended."""
         found = {}
         for rank in range(self.world):
             text = _trying(self._read, f"end {rank}")
@@ -204,7 +207,7 @@ class Watch:
         return found
 
     def _read(self, key: str) -> bytes:
-        return self._store.get(key) if self._store.check([key]) else b""
+        return self.store.get(key) if self.store.check([key]) else b""
 
 
 def _verdict(me: int, before: dict[int, Note], now: dict[int, Note], ended: dict[int, tuple[str, str]]) -> str:

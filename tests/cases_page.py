@@ -17,7 +17,8 @@ HEAD = """# Cases
 
 Faults that users of distributed training have reported, each with a small model of our own (`tests/cases/`) that brings
 it out. *match*: outputs, loss, every gradient, buffer and parameter equal the one-device run. *error as expected*: it
-stops with a clear error that says what the case allows. *later*: not run yet, with the reason. This page is written by
+stops with a clear error that says what the case allows. Meshes are ranks in one process; a case that kills a rank also
+runs as one process a rank, and must then end, name the rank, and go on from its checkpoint. This page is written by
 `python tests/cases_page.py`; the same runs are tests in `tests/test_cases.py`.
 """
 

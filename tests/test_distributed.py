@@ -312,23 +312,3 @@ def test_a_group_that_was_not_prepared_is_named(ran):
 
 def test_error_types_are_of_one_family():
     assert issubclass(PeerError, MeshwrightError) and issubclass(RankError, MeshwrightError)
-
-
-def unlike_models(rank: int, world: int) -> str:
-    import meshwright as mw
-    from torch import nn
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh() if rank else nn.ReLU(), nn.Linear(4, 2))
-    compiled = mw.compile(model, mw.Mesh(dp=2), loss=lambda out: out.square().mean())
-    try:
-        compiled.step(torch.randn(4, 4))
-    except mw.MeshwrightError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.gloo
-def test_processes_that_captured_unlike_programs_are_told():
-    for said in run_ranks("test_distributed:unlike_models", 2):
-        assert "different programs" in said

@@ -262,6 +262,7 @@ WRONG = [
     ),
     Wrong("offload without an optimizer", lambda: step(offload="full"), "no optimizer; leave offload= out"),
     Wrong("a timeout that is no time", lambda: step(timeout=0), "timeout=0; seconds"),
+    Wrong("checks that never come", lambda: step(check_every=0), "check_every=0; at least 1"),
     Wrong('precision="bf8"', lambda: step(precision="bf8"), "precision='bf8'; None, 'bf16', 'fp16' or a Precision"),
     Wrong("a torch dtype as the precision", lambda: step(precision=torch.bfloat16), "'bf16', 'fp16' or a Precision"),
     Wrong(

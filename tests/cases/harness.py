@@ -7,12 +7,13 @@ A case is run up to four ways, each on freshly built models:
     resumed  the steps of the case, the first of them on another mesh and saved there; with damage, the load must fail
     slices   backward on each of `accumulate` slices of the batch, then one optimizer step
 
-What this harness does not do yet is said aloud: `later` names the reason, for a case or for a mesh.
+and, where it asks for a fault, once more with that (`faults.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,8 +27,6 @@ from torch.utils import _pytree as pytree
 from .oracle import Eager, loss_of
 from .registry import Axes, Built, Case
 
-LATER_ASKS = ("fault", "scaler")
-AXES_RUN_HERE = {"dp", "tp", "cp", "ep", "pp"}
 SEED = 1234
 
 
@@ -48,25 +47,16 @@ class Run:
         return self
 
 
-def later(case: Case, axes: Axes | None = None) -> str | None:
-    """Why this case, or this mesh of it, is left for later; None when it runs."""
-    asks = [a for a in LATER_ASKS if getattr(case.ask, a)]
-    if asks:
-        return f"asks for {', '.join(asks)}"
-    stages = sorted(set(axes or ()) - AXES_RUN_HERE)
-    return f"mesh axis {', '.join(stages)}" if stages else None
-
-
 # -- the two kinds of trainer
 def options(case: Case, built: Built) -> dict[str, Any]:
     return {"loss": built[3], "optimizer": case.ask.optim, "clip_grad_norm": case.ask.clip}
 
 
 def on_one_device(case: Case, built: Built) -> Eager:
-    return Eager(built[0], **options(case, built))
+    return Eager(built[0], **options(case, built), scale=case.ask.scaler)
 
 
-def on_mesh(axes: Axes) -> Callable[[Case, Built], Any]:
+def on_mesh(axes: Axes, **more: Any) -> Callable[[Case, Built], Any]:
     def make(case: Case, built: Built) -> Any:
         asked = {"zero": case.ask.zero, "batch_dims": case.ask.batch_dims}
         if "pp" in axes:
@@ -75,8 +65,11 @@ def on_mesh(axes: Axes) -> Callable[[Case, Built], Any]:
             asked["recompute"] = "full"
         if case.ask.offload:
             asked["offload"] = "full"
+        if case.ask.scaler:
+            power = int(math.log2(case.ask.scaler))
+            asked["precision"] = mw.Precision(loss_scale=mw.LossScale(initial_scale_power=power, hysteresis=1))
         given = {k: v for k, v in asked.items() if v is not None}
-        return mw.compile(built[0], mw.Mesh(**axes), **options(case, built), **given)
+        return mw.compile(built[0], mw.Mesh(**axes), **options(case, built), **given, **more)
 
     return make
 
@@ -200,7 +193,7 @@ def unequal(name: str, want: Any, got: Any, tol: tuple[float, float]) -> str | N
     if want.shape != got.shape or want.dtype != got.dtype:
         return f"{name}: want {want.dtype} {list(want.shape)}, got {got.dtype} {list(got.shape)}"
     exact = not (want.is_floating_point() or want.is_complex())
-    if torch.equal(want, got) if exact else torch.allclose(got, want, *tol):
+    if torch.equal(want, got) if exact else torch.allclose(got, want, *tol, equal_nan=True):
         return None
     far = (got != want).sum() if exact else (got - want).abs().max()
     return f"{name}: differs by {far.item():.3g}, largest value {want.abs().max().item():.3g}"
@@ -250,17 +243,17 @@ def complaints(case: Case, axes: Axes) -> list[str]:
 
 
 def outcome(case: Case, axes: Axes) -> str:
-    """ "later: why", "match", "error as expected", or what is wrong."""
-    why = later(case, axes)
-    if why:
-        return f"later: {why}"
+    """ "match", "error as expected", or what is wrong."""
+    from .faults import with_fault
+
     try:
-        found = complaints(case, axes)
+        spoilt = with_fault(case, axes)
+        found = complaints(case, axes) + spoilt
     except mw.MeshwrightError as error:
         missing = case.expect.missing_words(str(error))
         if case.expect.error is None or missing:
             raise
-        return "error as expected"
+        return "wrong: " + "; ".join(spoilt) if spoilt else "error as expected"
     if not found and not case.expect.match:
         return f"wrong: expected an error that says {case.expect.error!r}"
     return "wrong: " + "; ".join(found) if found else "match"

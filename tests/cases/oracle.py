@@ -27,10 +27,12 @@ class Eager:
         loss: Loss | None = None,
         optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         clip_grad_norm: tuple[float, float] | None = None,
+        scale: float | None = None,
     ):
         self.model, self.loss, self.clip_grad_norm = model, loss, clip_grad_norm
         self.optimizer = optimizer(model) if optimizer else None
         self.grad_norm: torch.Tensor | None = None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -38,11 +40,14 @@ class Eager:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         self.model.zero_grad(set_to_none=True)
         loss = loss_of(self.model(*args, **kwargs), self.loss, target)
-        loss.backward()
+        self.scaler.scale(loss).backward()
+        if self.optimizer:
+            self.scaler.unscale_(self.optimizer)
         if self.clip_grad_norm:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), *self.clip_grad_norm)
         if self.optimizer:
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         return loss.detach()
 
     def scheduler(self, make: Callable[[Any], Any]) -> Any:

@@ -66,7 +66,7 @@ class Ask:
     scaler: float | None = None  # initial loss scale
     save_resume: dict[str, Any] | None = None  # {"after": steps, "from": mesh, "to": mesh}
     damage: str | None = None  # what is done to the checkpoint before it is loaded
-    fault: dict[str, str] | None = None  # what goes wrong at run time, and where
+    fault: dict[str, str] | None = None  # what goes wrong at run time, where, and what the error then says
     check: Callable[[Any], list[str]] | None = None  # run -> complaints; holds on one device and on every mesh
     tol: tuple[float, float] = (1e-4, 1e-5)  # rtol, atol
     random: bool = False  # the numbers depend on the random stream
