@@ -18,6 +18,7 @@ from .cost import call_seconds
 from .dim_names import names_of_calls
 from .factors import Factored
 from .graph import Graph, tensor_operands
+from .loops import loops
 from .mesh import TIME
 from .placement import Placement, place
 from .plan import Plan
@@ -36,6 +37,7 @@ class Facts:
     at_rest: per parameter the bytes that a rank holds of it between uses.
     whole: per parameter its bytes on one device.
     optimizer: per parameter the seconds of its optimizer step.
+    loops: per loop over micro-batches the values that must be whole over the batch before it.
     asked: what the user asked for: "zero", "memory", "pin"; "pinned": per call that pins name, by any name, those pins.
     """
 
@@ -46,6 +48,7 @@ class Facts:
     at_rest: Mapping[str, float]
     whole: Mapping[str, float]
     optimizer: Mapping[str, float]
+    loops: tuple[tuple[str, ...], ...] = ()
     asked: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -58,7 +61,8 @@ def with_facts(plan: Plan, graph: Graph, factored: Factored, **asked: Any) -> Pl
     calls = _compute(graph, factored, placed, plan)
     at_rest, whole, optimizer = _parameters(graph, factored, plan)
     facts = Facts(
-        calls, names_of_calls(graph, factored), moves, totals(moves), at_rest, whole, optimizer, asked
+        calls, names_of_calls(graph, factored), moves, totals(moves), at_rest, whole, optimizer,
+        loops(graph, placed, plan, moves), asked,
     )
     compute = sum(calls.values()) + sum(optimizer.values()) + local_seconds(moves)
     communication = sum(t.seconds for t in facts.traffic.values())

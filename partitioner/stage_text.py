@@ -13,11 +13,14 @@ from .units import bytes_text, seconds_text
 WIDE, RANKS = 110, 8
 """So many columns and rows of a schedule's grid are shown."""
 
+LOOPS = 3
+"""So many loops, and values that one waits for, are told of."""
+
 
 def stage_lines(plan: Plan) -> Iterator[str]:
     """Lines of a summary: the stages, then the first lines of the schedule's grid."""
     if plan.micro_batches > 1:
-        yield f"a step goes through {plan.micro_batches} micro-batches"
+        yield from _loops(plan)
     if plan.stages is None:
         return
     yield "stages"
@@ -28,6 +31,19 @@ def stage_lines(plan: Plan) -> Iterator[str]:
         yield from ("  " + (row if len(row) <= WIDE else row[:WIDE] + " ...") for row in rows[:RANKS])
         if len(rows) > RANKS:
             yield f"  and {len(rows) - RANKS} more ranks"
+
+
+def _loops(plan: Plan) -> Iterator[str]:
+    """How often a step goes through its micro-batches, and what each time waits for."""
+    waits = plan.facts.loops if plan.facts is not None else ()
+    often = f" in {len(waits)} loop{'s' if len(waits) > 1 else ''}" if waits else ""
+    yield f"a step goes through {plan.micro_batches} micro-batches{often}"
+    for i, values in list(enumerate(waits, 1))[1 : 1 + LOOPS]:
+        said = [f"{v} of {module_of(plan, v) or MODEL}" for v in values[:LOOPS]]
+        said += [f"{len(values) - LOOPS} more"] if len(values) > LOOPS else []
+        yield f"  loop {i} needs whole over the batch: {', '.join(said)}"
+    if len(waits) > 1 + LOOPS:
+        yield f"  and {len(waits) - 1 - LOOPS} more"
 
 
 def _stage(plan: Plan, stage: int) -> str:

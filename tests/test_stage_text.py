@@ -8,7 +8,7 @@ def test_summary_explain_and_diff_tell_of_stages():
     plan = made.plan
     assert plan.stages is not None
     said = plan.summary()
-    assert "a step goes through 3 micro-batches\nstages\n  0 on pipeline rank 0: " in said
+    assert "a step goes through 3 micro-batches in 1 loop\nstages\n  0 on pipeline rank 0: " in said
     assert "schedule 1f1b\n  rank 0 | F0 F1 .  .  BW0   F2" in said
     assert " of compute; " in said and " parameters, " in said
     cut = plan.stages.cuts[0]
