@@ -7,18 +7,21 @@
 
 x [t, h], w [v, h], b [v] or None, target [t] int64; lse has a gradient of its own (a z-loss reads it), which adds
 exp(z - lse) of it to dz. The products run in the dtype of x; the sums over classes, and those of dw and db over chunks,
-are in float32 or wider. A rank that holds the classes [start, start + v) passes its `start`: over a split vocabulary
-`linear_max` is a maximum over the ranks and `linear_sums`, which computes the logits once more, a sum.
+are in float32 or wider; what happens to a chunk of logits, in torch or by Triton kernels, is `logit_rows`. A rank that
+holds the classes [start, start + v) passes its `start`: over a split vocabulary `linear_max` is a maximum over the
+ranks and `linear_sums`, which computes the logits once more, a sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .cross_entropy import cross_entropy, held
+from .logit_rows import TORCH, Rows, rows_for
 
 CHUNK_BYTES = 1 << 26
 """Of a chunk of logits in the wide dtype."""
@@ -44,10 +47,10 @@ def chunk_rows(v: int, dtype: torch.dtype) -> int:
     return max(1, CHUNK_BYTES // (max(1, v) * _wide(dtype).itemsize))
 
 
-def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """[rows, v] in the wide dtype; products of half precision are rounded to it, as a linear layer's are."""
+def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool = True) -> torch.Tensor:
+    """[rows, v], if `wide` in the wide dtype; products of half precision are rounded to it, as a linear layer's are."""
     z = torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
-    return z.to(_wide(x.dtype))
+    return z.to(_wide(x.dtype)) if wide else z
 
 
 def _refuse(target: torch.Tensor, ignore_index: int, v: int) -> None:
@@ -58,46 +61,47 @@ def _refuse(target: torch.Tensor, ignore_index: int, v: int) -> None:
         raise IndexError(f"Target {int(target[right.logical_not()][0])} is out of bounds.")
 
 
-def _chunks(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None):
+def _chunks(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool = True):
     """(rows, their logits), chunk by chunk."""
     step = chunk_rows(w.shape[0], x.dtype)
     for start in range(0, x.shape[0], step):
         rows = slice(start, min(start + step, x.shape[0]))
-        yield rows, _logits(x[rows], w, b)
+        yield rows, _logits(x[rows], w, b, wide)
 
 
-def _forward(x, w, b, target, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(x, w, b, target, ignore_index: int, passes: Rows = TORCH) -> tuple[torch.Tensor, torch.Tensor]:
     """(nll, lse) of rows whose classes are all here."""
     nll, lse = _fake_forward(x, w, b, target, ignore_index)
     _refuse(target, ignore_index, w.shape[0])
     column, there = held(target, ignore_index, 0, w.shape[0])
-    for rows, z in _chunks(x, w, b):
-        lse[rows] = torch.logsumexp(z, 1)
-        nll[rows] = lse[rows] - z.gather(1, column[rows].unsqueeze(1)).squeeze(1)
+    for rows, z in _chunks(x, w, b, passes.wide):
+        lse[rows], picked = passes.statistics(z, column[rows])
+        nll[rows] = lse[rows] - picked
     return nll.masked_fill_(there.logical_not(), 0.0), lse
 
 
 def _max(x, w, b) -> torch.Tensor:
     """The greatest logit of each row, -inf without classes."""
     out = _fake_max(x, w, b).fill_(-torch.inf)
-    for rows, z in _chunks(x, w, b) if w.shape[0] else ():
+    for rows, z in _chunks(x, w, b, False) if w.shape[0] else ():
         out[rows] = z.amax(1)
     return out
 
 
-def _sums(x, w, b, target, top, ignore_index: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(x, w, b, target, top, ignore_index: int, start: int, passes: Rows = TORCH):
     """(Σ_c exp(z - top), the target's logit or 0) over the classes [start, start + v)."""
     total, picked = _fake_sums(x, w, b, target, top, ignore_index, start)
     if not w.shape[0]:
         return total.zero_(), picked.zero_()
     column, there = held(target, ignore_index, start, w.shape[0])
-    for rows, z in _chunks(x, w, b):
-        picked[rows] = z.gather(1, column[rows].unsqueeze(1)).squeeze(1)
-        total[rows] = z.sub_(top[rows].unsqueeze(1)).exp_().sum(1)
+    for rows, z in _chunks(x, w, b, passes.wide):
+        total[rows], picked[rows] = passes.sums(z, column[rows], top[rows])
     return total, picked.masked_fill_(there.logical_not(), 0.0)
 
 
-def _backward(grad, grad_lse, x, w, b, target, lse, ignore_index: int, start: int):
+def _backward(
+    grad, grad_lse, x, w, b, target, lse, ignore_index: int, start: int, passes: Rows = TORCH
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dw, db); db is empty without a bias. The target's own entry is expm1(z - lse), free of cancellation."""
     dx, dw, db = _fake_backward(grad, grad_lse, x, w, b, target, lse, ignore_index, start)
     wide = _wide(x.dtype)
@@ -107,16 +111,10 @@ def _backward(grad, grad_lse, x, w, b, target, lse, ignore_index: int, start: in
     column, there = held(target, ignore_index, start, w.shape[0])
     own = grad.to(wide).masked_fill(target == ignore_index, 0.0)
     every = own if grad_lse is None else own + grad_lse.to(wide)
-    for rows, z in _chunks(x, w, b):
-        at, here = column[rows].unsqueeze(1), there[rows].unsqueeze(1)
-        z.sub_(lse[rows].unsqueeze(1))
-        picked = torch.expm1(z.gather(1, at)) * own[rows].unsqueeze(1)
-        if grad_lse is not None:
-            picked += torch.exp(z.gather(1, at)) * grad_lse[rows].unsqueeze(1)
-        dz = z.exp_().mul_(every[rows].unsqueeze(1))
-        dz.scatter_(1, at, torch.where(here, picked, dz.gather(1, at)))
+    for rows, z in _chunks(x, w, b, passes.wide):
+        dz = passes.gradient(z, column[rows], there[rows], lse[rows], every[rows], own[rows])
         if b is not None:
-            bias += dz.sum(0)
+            bias += dz.sum(0, dtype=wide)
         dz = dz.to(x.dtype)
         torch.mm(dz, w, out=dx[rows])
         _add_product(sums, dz, x[rows])
@@ -162,6 +160,15 @@ def _autograd(ctx, grad, grad_lse):
     return dx, dw, None if b is None else db, None, None
 
 
+def _on_cuda(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op with the passes of x, its first operand of two dims, on its device."""
+
+    def run(*args: Any) -> Any:
+        return op(*args, passes=rows_for(next(a for a in args if isinstance(a, torch.Tensor) and a.dim() == 2)))
+
+    return run
+
+
 for _name, _op, _fake in (
     ("linear_nll", _forward, _fake_forward),
     ("linear_max", _max, _fake_max),
@@ -170,6 +177,8 @@ for _name, _op, _fake in (
 ):
     lib.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshwright::{_name}", _fake, lib=lib)
+for _name, _op in (("linear_nll", _forward), ("linear_sums", _sums), ("linear_nll_backward", _backward)):
+    lib.impl(_name, _on_cuda(_op), "CUDA")
 torch.library.register_autograd("meshwright::linear_nll", _autograd, setup_context=_setup, lib=lib)
 
 

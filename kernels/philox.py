@@ -128,14 +128,14 @@ def whole_pieces(shape: tuple[int, ...]) -> Pieces:
 
 def linear_index(pieces: Pieces, device: torch.device | str | None = None) -> torch.Tensor:
     """The place of each local element in the whole tensor, row-major; flat."""
-    flat = _merged([p for dim in pieces for p in dim])
+    flat = merged([p for dim in pieces for p in dim])
     index = torch.zeros((), dtype=torch.int64, device=device)
     for start, length, size in flat:
         index = (index * size).unsqueeze(-1) + torch.arange(start, start + length, device=device)
     return index.reshape(-1)
 
 
-def _merged(flat: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def merged(flat: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """The same elements with whole factors taken together with the one before them."""
     out: list[tuple[int, int, int]] = []
     for start, length, size in flat:
@@ -150,7 +150,7 @@ def _merged(flat: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 def runs(pieces: Pieces, k: int) -> list[tuple[int, int, int]] | None:
     """The local blocks of k elements as factors of the whole tensor's blocks, if the local elements, k at a time, are
     those of one counter: their innermost runs start and end with a block. The last block of all may be short."""
-    flat = _merged([p for dim in pieces for p in dim]) or [(0, 1, 1)]
+    flat = merged([p for dim in pieces for p in dim]) or [(0, 1, 1)]
     start, length, size = flat[-1]
     if len(flat) == 1 and length == size:
         return [(0, -(-length // k), -(-size // k))]

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from .dropout import fits, triton_dropout
 from .philox import Form, Pieces, elements, whole_pieces
 
 aten = torch.ops.aten
@@ -64,6 +65,8 @@ def dropout(
         mask = torch.full(x.shape, p <= 0.0, dtype=torch.bool, device=x.device)
         return (x * 1.0 if p <= 0.0 else torch.zeros_like(x)), mask
     below = keep_below(p)
+    if x.device.type == "cuda" and fits(x, pieces):
+        return triton_dropout(x, p, below, seed, op, step, pieces)
     mask = elements(pieces, seed, op, step, 1, lambda w: [x < below for x in w], torch.bool, x.device)
     return (x * mask).mul_(1.0 / (1.0 - p)), mask
 

@@ -24,7 +24,7 @@ try:
     jit, HAVE = triton.jit, True
 except ImportError:
     tl, HAVE = None, False
-    jit = lambda fn: fn  # noqa: E731
+    jit = lambda fn=None, **options: (lambda f: f) if fn is None else fn  # noqa: E731
 
 
 if TYPE_CHECKING:
@@ -43,19 +43,21 @@ def rows_of(x: torch.Tensor, last: int) -> torch.Tensor:
     return x.reshape(-1, last).contiguous() if x.numel() else x.reshape(0, last)
 
 
-def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-    """Run `programs` instances on the device of the first tensor; none, where there is nothing to do.
+def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **options: Any) -> None:
+    """Run `programs` instances (or the grid of them) on the device of the first tensor; none, where there is nothing
+    to do.
 
     A grid of zero programs is an error that poisons a CUDA context. `num_warps` counts warps of 32 threads: of AMD's,
     which have 64, half as many run.
     """
-    if programs == 0:
+    grid = programs if isinstance(programs, tuple) else (programs,)
+    if 0 in grid:
         return
     if torch.version.hip is not None and "num_warps" in options:
         options["num_warps"] = max(1, options["num_warps"] // 2)
     device = next(a.device for a in args if isinstance(a, torch.Tensor))
     if device.type == "cuda":
         with torch.cuda.device(device):
-            kernel[(programs,)](*args, **options)
+            kernel[grid](*args, **options)
     else:
-        kernel[(programs,)](*args, **options)
+        kernel[grid](*args, **options)

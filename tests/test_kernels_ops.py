@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,3 +296,11 @@ def test_gradients_by_differences(d):
     x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 5), (5,)))
     assert torch.autograd.gradcheck(lambda a, b: rms_norm.functional(a, [5], b), (x, w))
     assert torch.autograd.gradcheck(lambda a: cross_entropy.cross_entropy(a, torch.tensor([1, -100, 4])), (x,))
+
+
+def test_no_kernel_counts_in_32_bits():
+    """A program's number is made int64 before anything is multiplied with it; only the first axis of a grid is long."""
+    files = (Path(attention.__file__).parent).glob("*.py")
+    counts = [(f.name, line) for f in files for line in f.read_text().splitlines() if "program_id(" in line]
+    assert len(counts) > 4
+    assert [c for c in counts if "program_id(0).to(tl.int64)" not in c[1] and "program_id(1)" not in c[1]] == []

@@ -6,6 +6,7 @@ KERNELS=interp python -m pytest tests/legs/interp.py
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ from legs import interpreter
 interpreter.start()
 
 import torch  # noqa: E402
-from meshwright.kernels import rms_norm  # noqa: E402
+from meshwright.kernels import dropout, logit_rows, philox, random, rms_norm  # noqa: E402
+from meshwright.kernels import linear_cross_entropy as lce  # noqa: E402
 
 from legs.error import within  # noqa: E402
 
@@ -52,3 +54,76 @@ def test_rms_norm(dtype, weighted):
         want, r64 = rms_norm._forward(x.double(), [n], None if w is None else w.double(), 1e-6)
         wdx, wdw = rms_norm._backward(g.double(), x.double(), [n], r64, None if w is None else w.double())
         within((y, want), (rstd, r64), (dx, wdx), (dw, wdw))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_passes_over_logits(dtype):
+    """Widths below, at and beyond a block, a row of -inf in front, a target that is not here, a gradient of the lse."""
+    for rows, v in ((3, 1003), (2, logit_rows.BLOCK + 5), (1, 1), (0, 7), (2, 128)):
+        z = (4 * torch.randn(rows, v)).to(dtype)
+        z[:1, : v // 2] = -torch.inf
+        column, there = torch.randint(v // 2, v, (rows,)), torch.arange(rows) % 2 == 0
+        lse, picked = logit_rows.triton_statistics(z, column)
+        want, wpicked = logit_rows._statistics(z.double(), column)
+        within((lse, want), (picked, wpicked))
+        top = lse + 1
+        got, want = logit_rows.triton_sums(z, column, top), logit_rows._sums(z.double(), column, top.double())
+        within(*zip(got, want, strict=True))
+        every, own = torch.randn(rows), torch.randn(rows)
+        exact = logit_rows._gradient(z.double(), column, there, lse.double(), every.double(), own.double())
+        got = logit_rows.triton_gradient(z.clone(), column, there, lse, every, own)
+        within((got, exact), times=1.2)  # in float16 some are subnormal
+
+
+def test_a_sure_target_keeps_its_gradient():
+    """p - 1 where p is all but 1: by a series, not by a difference of what is rounded."""
+    z, one = torch.tensor([[0.0, -14.0, -18.0]]), torch.ones(1)
+    lse = torch.tensor([2.0**-20])
+    got = logit_rows.triton_gradient(z.clone(), torch.tensor([0]), torch.tensor([True]), lse, one, one)
+    torch.testing.assert_close(got.double()[0, :1], torch.expm1(-lse.double()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_loss_by_kernels(dtype, monkeypatch):
+    """The whole op on the kernels, in chunks that are uneven, against float64 and the torch form's own error."""
+    monkeypatch.setattr(lce, "CHUNK_BYTES", 4 * 1003 * 4)
+    x, w, b = torch.randn(7, 33).to(dtype), torch.randn(1003, 33).to(dtype), torch.randn(1003).to(dtype)
+    target = torch.randint(0, 1003, (7,))
+    target[2] = -100
+    grad, grad_lse = torch.randn(7), torch.randn(7)
+    wide = [t.double() for t in (x, w, b)]
+    nll64, lse64 = lce._forward(wide[0], wide[1], wide[2], target, -100)
+    exact = lce._backward(grad.double(), grad_lse.double(), wide[0], wide[1], wide[2], target, lse64, -100, 0)
+    found = []
+    for passes in (logit_rows.TRITON, logit_rows.TORCH):
+        nll, lse = lce._forward(x, w, b, target, -100, passes)
+        made = (nll, lse, *lce._backward(grad, grad_lse, x, w, b, target, lse, -100, 0, passes))
+        found.append([(a.double() - e).norm() / e.norm() for a, e in zip(made, (nll64, lse64, *exact), strict=True)])
+    for ours, torchs in zip(*found, strict=True):
+        assert ours <= 2 * torchs + 1e-7, found
+
+
+PIECES = [
+    philox.whole_pieces((5, 7)),  # the last block is short
+    philox.whole_pieces((3, 1100)),
+    (((1, 2, 4),), ((0, 2, 2), (1, 2, 3))),  # runs that start within a block
+    (((2, 2, 4),), ((4, 8, 16),), ((0, 4, 4),)),  # runs of whole blocks
+    (((1 << 20, 2, 1 << 21),), ((5, 3, 1 << 20),)),  # beyond 2^32 elements
+    (((1 << 21, 2, 1 << 22),), ((8, 4, 1 << 20),)),
+    (((0, 0, 3),), ((0, 4, 4),)),  # nothing
+]
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+def test_dropout_has_the_bits_of_torch(pieces):
+    shape = philox.local_shape(pieces)
+    key: dict[str, Any] = {"seed": (9 << 61) + 77, "op": 3, "step": 0xFFFFFFFE, "pieces": pieces}
+    for dtype, p in ((torch.float32, 0.3), (torch.bfloat16, 0.1)):
+        x = torch.randn(*shape[::-1]).to(dtype).permute(*reversed(range(len(shape))))
+        y, mask = random.dropout(x, p, **key)
+        got, kept = dropout.triton_dropout(x, p, random.keep_below(p), **key)
+        assert (kept == mask).all() and (got == y).all()
+        bias, residual = torch.randn(shape[-1]).to(dtype), torch.randn(shape).to(dtype)
+        got, kept = dropout.triton_dropout(x, p, random.keep_below(p), **key, bias=bias, residual=residual)
+        assert (kept == mask).all()
+        within((got, residual.double() + (x.double() + bias.double()) * mask / (1 - p)))
