@@ -31,9 +31,10 @@ from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
 from .runtime.checks import check_call, check_options, check_search, check_target, under_first_names
-from .runtime.compiled import Compiled, Request, Settings, check_loss, needs_target
+from .runtime.compiled import Compiled
 from .runtime.launch import check_by_hand, check_world, device_here, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
+from .runtime.request import Request, Settings, check_loss, needs_target
 from .runtime.sync import ParameterServer
 from .runtime.verify import VerifyError
 

@@ -34,7 +34,7 @@ from .plain import from_plain, to_plain
 from .state import State, largest, pipeline_ranks
 
 if TYPE_CHECKING:
-    from .compiled import Compiled
+    from .placed import Placed
 
 FRESH = "not stepped"
 """The optimizer of a model that has not been placed: it has no state yet."""
@@ -96,7 +96,7 @@ def _first_of(state: State, name: str, rank: int) -> bool:
     return not any(coord[a] for a in state.layouts[name].split_axes)
 
 
-def head_of(compiled: Compiled, data: Any) -> dict[str, Any]:
+def head_of(compiled: Placed, data: Any) -> dict[str, Any]:
     """What all ranks share."""
     optimizers = compiled.optimizer
     made = optimizers is not None and bool(optimizers.each)
@@ -136,7 +136,7 @@ class Saving:
         path: the checkpoint's folder, once it is done.
     """
 
-    def __init__(self, compiled: Compiled, path: Path, data: Any, keep: int | None):
+    def __init__(self, compiled: Placed, path: Path, data: Any, keep: int | None):
         state = compiled._placed_or_initial()
         state.require_values()
         self.comm, self.mesh, self.device = compiled.comm, compiled.mesh, compiled.device
@@ -198,7 +198,7 @@ class Staged:
     states: list[dict[str, dict[str, Any]]] = field(default_factory=list)
 
 
-def fits(checkpoint: Checkpoint, compiled: Compiled, model_only: bool) -> None:
+def fits(checkpoint: Checkpoint, compiled: Placed, model_only: bool) -> None:
     """Raises:
     CheckpointError: it is of another model, optimizer, schedulers or seed; all that differs is named.
     """
@@ -210,7 +210,7 @@ def fits(checkpoint: Checkpoint, compiled: Compiled, model_only: bool) -> None:
         raise CheckpointError(f"the checkpoint {checkpoint.folder} does not fit: {some}; nothing in memory was changed")
 
 
-def _model_faults(checkpoint: Checkpoint, compiled: Compiled) -> Iterator[str]:
+def _model_faults(checkpoint: Checkpoint, compiled: Placed) -> Iterator[str]:
     own = {f"params/{n}": p for n, p in compiled.model.named_parameters()}
     own |= {f"buffers/{n}": b for n, b in compiled.model.named_buffers()}
     there = {n for n in checkpoint.tensors if not n.startswith("optimizer/")}
@@ -224,7 +224,7 @@ def _model_faults(checkpoint: Checkpoint, compiled: Compiled) -> Iterator[str]:
             yield f"{name} is {list(got[0])} {got[1]}, in the model {list(want[0])} {want[1]}"
 
 
-def _run_faults(checkpoint: Checkpoint, compiled: Compiled) -> Iterator[str]:
+def _run_faults(checkpoint: Checkpoint, compiled: Placed) -> Iterator[str]:
     found, optimizers = checkpoint.manifest["optimizer"], compiled.optimizer
     if checkpoint.manifest["seed"] != compiled.settings.seed:
         seed = checkpoint.manifest["seed"]
@@ -279,7 +279,7 @@ def stage(checkpoint: Checkpoint, state: State, model_only: bool) -> Staged:
     return out
 
 
-def restore(checkpoint: Checkpoint, compiled: Compiled, state: State, model_only: bool) -> None:
+def restore(checkpoint: Checkpoint, compiled: Placed, state: State, model_only: bool) -> None:
     """Everything of a checkpoint into a compiled model, or nothing.
 
     Raises:

@@ -19,8 +19,8 @@ import torch.utils._pytree as pytree
 
 from ..partitioner.allocations import Storages
 from .comm import Expect, Post, Start
-from .compiled import Request
 from .inprocess import InProcessComm, _Handle
+from .request import Request
 
 
 @dataclass
