@@ -26,11 +26,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from .buckets import Bucket, bucketed_seconds
 from .collective_cost import collective_seconds
 from .compute_cost import compute_seconds
 from .halo import halo_share, ways, window_kind, windowed_dims
 from .layout import Factor, Layout, Spot
-from .mesh import Mesh
+from .mesh import TIME, Mesh
 from .moves import LOCAL_KINDS
 from .transitions import STEP, largest_piece, open_factors, packing_seconds, transitions, wire_share
 
@@ -86,18 +87,23 @@ def _cut_length(step: Step, mesh: Mesh) -> int:
     return largest_piece(factor.size, factor.axes, mesh.sizes)
 
 
-def seconds(step: Step, mesh: Mesh, itemsize: int) -> float:
-    """Seconds of one primitive; a local one copies what it keeps."""
+def seconds(step: Step, mesh: Mesh, itemsize: int, bucket: Bucket | None = None) -> float:
+    """Seconds of one primitive, alone or with others in a bucket; a local one copies what it keeps."""
     if step.kind in LOCAL_KINDS:
         return float(compute_seconds(0.0, largest_local(step.after, mesh) * itemsize, "float32", mesh.device))
     before, after = (float(largest_local(x, mesh) * itemsize) for x in (step.before, step.after))
-    wire = collective_seconds(step.kind, mesh.levels(step.axes), wire_bytes(step, mesh, itemsize))
+    sent = wire_bytes(step, mesh, itemsize)
+    if bucket is not None:
+        return float(bucketed_seconds(step.kind, step.axes, sent, before, after, bucket, mesh))
+    wire = collective_seconds(step.kind, mesh.levels(step.axes), sent)
     return float(wire + packing_seconds(step.kind, before, after, mesh))
 
 
 @lru_cache(maxsize=65536)
-def path(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
-    """The cheapest steps from one layout to another of the same tensor.
+def path(
+    before: Layout, after: Layout, mesh: Mesh, itemsize: int, bucket: Bucket | None = None
+) -> tuple[Step, ...]:
+    """The cheapest steps from one layout to another of the same tensor, where `in_bucket` says so in a bucket.
 
     Raises:
         ValueError: the layouts are of different tensors, `before` is seen through a window, or `after` is a partial max
@@ -114,12 +120,24 @@ def path(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step
         raise ValueError(f"{before} and {after} are layouts of different tensors")
     if _unreachable(before, after):
         raise ValueError(f"no path from {before} to {after}: a partial max or min cannot be made from a whole value")
-    return _search(before, after, mesh, itemsize)
+    return _search(before, after, mesh, itemsize, bucket)
 
 
 def _steps_through(before: Layout, way: tuple[Layout, ...], mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
     """The steps to the first layout of a way, then a window each."""
     return (*path(before, way[0], mesh, itemsize), *window_steps(way, mesh))
+
+
+def in_bucket(steps: tuple[Step, ...], bucket: Bucket | None) -> int | None:
+    """Which step of a reshard travels in a bucket, if one does: the last one, or a first one that is all of it."""
+    if bucket is None or not steps or steps[-1].kind not in bucket.kinds or steps[-1].axes == (TIME,):
+        return None
+    return len(steps) - 1 if bucket.end == "last" or len(steps) == 1 else None
+
+
+def _seconds_of(steps: tuple[Step, ...], mesh: Mesh, itemsize: int, bucket: Bucket | None) -> list[float]:
+    which = in_bucket(steps, bucket)
+    return [seconds(s, mesh, itemsize, bucket if i == which else None) for i, s in enumerate(steps)]
 
 
 def window_steps(way: tuple[Layout, ...], mesh: Mesh) -> tuple[Step, ...]:
@@ -131,8 +149,10 @@ def window_steps(way: tuple[Layout, ...], mesh: Mesh) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def path_seconds(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> float:
-    return sum(seconds(s, mesh, itemsize) for s in path(before, after, mesh, itemsize))
+def path_seconds(
+    before: Layout, after: Layout, mesh: Mesh, itemsize: int, bucket: Bucket | None = None
+) -> float:
+    return sum(_seconds_of(path(before, after, mesh, itemsize, bucket), mesh, itemsize, bucket))
 
 
 def _unreachable(before: Layout, after: Layout) -> bool:
@@ -140,7 +160,9 @@ def _unreachable(before: Layout, after: Layout) -> bool:
     return any(op != "sum" and have.get(axis) != op for axis, op in after.partial)
 
 
-def _search(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
+def _search(
+    before: Layout, after: Layout, mesh: Mesh, itemsize: int, bucket: Bucket | None
+) -> tuple[Step, ...]:
     """The steps of the cheapest way in `transitions`, over the axes of the mesh that can take part."""
     spots: list[Spot] = [(i, j) for i, d in enumerate(before.dims) for j in range(len(d))]
     lengths = [before.factor(s).size for s in spots]
@@ -167,7 +189,7 @@ def _search(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[S
     def spot_of(factor: int) -> Spot | None:
         return spots[chosen[factor]] if factor >= 0 else None
 
-    way = table.way(start, goal)
+    way = table.way_in_bucket(start, goal, bucket)
     states = [*(state for state, _ in way[1:]), goal]
     return tuple(
         Step(m.kind, m.axes, layout_of(at), layout_of(to), spot_of(m.source), spot_of(m.target), m.op)

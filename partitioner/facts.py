@@ -1,7 +1,7 @@
 """What follows from a plan's decisions and its program, worked out once for reading: costs, traffic, names of dims.
 
     compute         seconds of every call, of an AdamW step on what rests, and of copies between layouts
-    communication   seconds of every collective, one after another: nothing hidden behind computation, none merged
+    communication   seconds of every collective, one after another: nothing hidden behind computation
 
 A plan that was read from its text has none of this until it is planned again on its program.
 """

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from .buckets import Bucket, buckets_of
 from .graph import Graph, is_tensor, tensor_operands
 from .layout import Layout
 from .placement import Placement
@@ -35,12 +36,14 @@ class Reshard:
         backward: whether that happens in backward.
         reads: who needs it, first the first: a call, and which of its tensor operands it is.
         leaves: indices of the program's outputs that it is.
+        bucket: in which one it may travel with others.
     """
 
     value: fx.Node
     before: Layout
     after: Layout
     backward: bool
+    bucket: Bucket | None = None
     reads: list[tuple[fx.Node, int]] = field(default_factory=list)
     leaves: list[int] = field(default_factory=list)
 
@@ -49,19 +52,20 @@ def reshards(graph: Graph, placed: Placement, plan: Plan) -> list[Reshard]:
     """All of them, in the order of their first readers; those of outputs alone last."""
     made: dict[Any, Reshard] = {}
     twice, again = _by_phase(graph, plan)
+    buckets = buckets_of(graph)
     for node, k, operand, late in _reads(graph, again):
         have, want = placed.layouts[operand], placed.needs[node][k]
         if have is want or have == want:
             continue
         key = (operand, want, late and operand in twice)
         if key not in made:
-            made[key] = Reshard(operand, have, want, late)
+            made[key] = Reshard(operand, have, want, late, buckets.of(operand))
         made[key].reads.append((node, k))
     for i, value, want in _leaving(graph, placed, plan.resting):
         have, late = placed.layouts[value], bool(value.meta.get("backward"))
         if have == want:
             continue
-        one = made.setdefault((value, want, False), Reshard(value, have, want, late))
+        one = made.setdefault((value, want, False), Reshard(value, have, want, late, buckets.of(value)))
         one.backward = one.backward and late  # shared with a backward reader, it still leaves before the pause
         one.leaves.append(i)
     return list(made.values())

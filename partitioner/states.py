@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from . import halo, moves, transitions
+from .buckets import Bucket
 from .collective import seconds, window_steps
 from .layout import Factor, Layout
 from .mesh import Mesh
@@ -115,12 +116,15 @@ class Prices:
         self._known: dict[tuple, tuple[np.ndarray, States, States]] = {}
         self._windows: dict[tuple, list[tuple[Layout, float]]] = {}
 
-    def between(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
+    def between(
+        self, lengths: tuple[int, ...], itemsize: int, have: States, want: States, bucket: Bucket | None = None
+    ) -> np.ndarray:
         """(unique states of `have`, unique states of `want`): seconds. `lengths`: the tensor's factors."""
-        key = (lengths, itemsize, id(have), id(want))
+        key = (lengths, itemsize, id(have), id(want), bucket)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = (self._priced(lengths, itemsize, have, want), have, want)  # held: known by id
+            priced = self._priced(lengths, itemsize, have, want, bucket)
+            found = self._known[key] = (priced, have, want)  # held: known by id
         return found[0]
 
     def union(self, some: Sequence[States], factors: int) -> States:
@@ -137,7 +141,9 @@ class Prices:
     def _in_mesh_order(self, state: tuple[int, ...], factors: int) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(a for a, c in zip(self.names, state, strict=True) if c == f + 1) for f in range(factors))
 
-    def _priced(self, lengths: tuple[int, ...], itemsize: int, have: States, want: States) -> np.ndarray:
+    def _priced(
+        self, lengths: tuple[int, ...], itemsize: int, have: States, want: States, bucket: Bucket | None
+    ) -> np.ndarray:
         used = have.used() | want.used()
         chosen = open_factors(used, lengths) if len(self.axes) <= FEW_AXES else tuple(sorted(used))
         rest = math.prod(n for i, n in enumerate(lengths) if i not in chosen)
@@ -147,10 +153,10 @@ class Prices:
         place = {1 + f: i for i, f in enumerate(chosen)} | {WHOLE: moves.WHOLE}
         place |= {OPS[op]: moves.PARTIAL - i for i, op in enumerate(ops)}
         rows, columns = self._numbers(table, have, chosen, place), self._numbers(table, want, chosen, place)
-        found = table.rows(rows)
+        found = table.in_bucket(rows, bucket)
         price = np.minimum(found[:, columns], UNREACHABLE)
         if want.seen:
-            self._through_windows(lengths, itemsize, price, want, _To(table, chosen, found))
+            self._through_windows(lengths, itemsize, price, want, _To(table, chosen, table.rows(rows)))
         return price
 
     def _numbers(self, table: Transitions, states: States, chosen: tuple[int, ...], place: dict[int, int]) -> list[int]:

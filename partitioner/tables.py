@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch.fx as fx
 
+from .buckets import Bucket, buckets_of
 from .call_costs import itemsize
 from .elimination import Problem
 from .factors import Factored
@@ -87,6 +88,7 @@ class Tables:
     ):
         self.held = held
         self.graph, self.factored, self.prices, self.again = graph, factored, prices, again
+        self.buckets = buckets_of(graph)
         self.shares = shares
         self.problem = Problem()
         self.variables: list[Variable] = []
@@ -176,7 +178,7 @@ class Tables:
         key = ("copied", known, tuple(sorted(wants)), itemsize(value), twice)
         if key not in self._states:
             made = self.prices.union((have, *wants.values()), sum(map(len, self.factored.dims[value])))
-            table = self._spread(value, have, made) * (2 if twice else 1)
+            table = self._spread(value, have, made, self._bucket(value, g)) * (2 if twice else 1)
             self._states[key] = (made, np.zeros(len(made.unique)), table, wants)
         made, zeros, table, _ = self._states[key]
         c = self.problem.variable(zeros)
@@ -249,7 +251,7 @@ class Tables:
         if table is None:
             table = 0.0
             for i, want in needs.items():
-                one = self._spread(value, have, want)
+                one = self._spread(value, have, want, self._bucket(value, g))
                 table = table + (2 * one if again and i in both else one)
             self._tables[key] = table = np.asarray(table)
             self._alive.append(needs)
@@ -265,7 +267,7 @@ class Tables:
                 rests = value.op == "placeholder"
                 key = ("copy", rests, id(have), id(want), itemsize(value), tuple(map(tuple, self.factored.dims[value])))
                 if key not in self._copies:
-                    seconds = self._spread(value, have, want)
+                    seconds = self._spread(value, have, want, self._bucket(value, g))
                     held = local_bytes(self._lengths(value), itemsize(value), want, self.prices)[want.place]
                     nbytes = np.where(seconds > FREE, self.held[not rests] * held[None, :], 0.0)
                     self._copies[key] = (seconds, nbytes)
@@ -287,8 +289,14 @@ class Tables:
     def _lengths(self, value: fx.Node) -> tuple[int, ...]:
         return tuple(max(1, self.factored.sizes.size(a)) for d in self.factored.dims[value] for a in d)
 
-    def _spread(self, value: fx.Node, have: States, want: States) -> np.ndarray:
-        return self.prices.between(self._lengths(value), itemsize(value), have, want)[have.place][:, want.place]
+    def _bucket(self, value: fx.Node, giver: int) -> Bucket | None:
+        """A parameter is gathered with others, from where it rests; a gradient reduced with others, to there."""
+        variable = self.variables[giver]
+        return self.buckets.of(value) if variable.resting is not None or value in self.buckets.alone else None
+
+    def _spread(self, value: fx.Node, have: States, want: States, bucket: Bucket | None = None) -> np.ndarray:
+        table = self.prices.between(self._lengths(value), itemsize(value), have, want, bucket)
+        return table[have.place][:, want.place]
 
     def _outputs(self) -> None:
         """Gradients go to where their parameter rests; what else leaves the program is whole."""
@@ -299,22 +307,26 @@ class Tables:
             given = self._giver(value) if value is not None and is_tensor(value) else None
             if given is None or value is None:
                 continue
-            g, known, have = given = self._copy_of.get(value, given)
+            g, _, have = given = self._copy_of.get(value, given)
             if role.kind == "grad":
                 p = self._param[params[role.name]]
                 resting = self.variables[p].resting
                 assert resting is not None
-                self.problem.pair(g, p, self._known(("grad", known, id(resting)), value, have, resting.states))
+                self.problem.pair(g, p, self._gradient(value, given, resting.states))
             elif value in self._ends[2]:
                 self.problem.pair(g, self._ends[0], self._spread(value, have, self._ends[2][value]))
             elif value not in seen:
                 seen.add(value)
                 lengths = tuple(map(len, self.factored.dims[value]))
-                table = self._known(("out", known, lengths), value, have, self._whole)
+                table = self._known(("out", given[1], lengths), value, have, self._whole)
                 self.problem.add(g, table[:, 0])
 
-    def _known(self, key: Any, value: fx.Node, have: States, want: States) -> np.ndarray:
+    def _gradient(self, value: fx.Node, given: Given, resting: States) -> np.ndarray:
+        bucket = self._bucket(value, given[0])
+        return self._known(("grad", given[1], id(resting), bucket), value, given[2], resting, bucket)
+
+    def _known(self, key: Any, value: fx.Node, have: States, want: States, bucket: Bucket | None = None) -> np.ndarray:
         found = self._tables.get(key)
         if found is None:
-            found = self._tables[key] = self._spread(value, have, want)
+            found = self._tables[key] = self._spread(value, have, want, bucket)
         return found

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .buckets import Bucket
 from .collective import Step, path
 from .halo import ways, windowed_dims
 from .layout import Layout, Spot
 from .mesh import TIME, Mesh
 
 
-def way(before: Layout, after: Layout, mesh: Mesh, itemsize: int, early: bool = False) -> tuple[Step, ...]:
+def way(
+    before: Layout, after: Layout, mesh: Mesh, itemsize: int, early: bool = False, bucket: Bucket | None = None
+) -> tuple[Step, ...]:
     """The steps from one layout to another on a mesh that may have an axis in time; see `collective.path`.
 
     `early`: a partial sum that ends up split over ranks is split in every micro-batch, before it is added up.
@@ -32,16 +35,16 @@ def way(before: Layout, after: Layout, mesh: Mesh, itemsize: int, early: bool = 
     if before == after:
         return ()
     if TIME not in mesh.sizes:
-        return path(before, after, mesh, itemsize)
+        return path(before, after, mesh, itemsize, bucket)
     if _mark(before) == _mark(after):
-        return _in_space(before, after, mesh, itemsize)
+        return _in_space(before, after, mesh, itemsize, bucket)
     steps: list[Step] = []
     here = before
     if _mark(before) is not None:
         steps += _collect(before, after, mesh, itemsize, early)
         here = steps[-1].after
     if _mark(after) is None:
-        return (*steps, *_in_space(here, after, mesh, itemsize))
+        return (*steps, *_in_space(here, after, mesh, itemsize, bucket))
     return (*steps, *_enter(here, after, mesh, itemsize))
 
 
@@ -86,12 +89,14 @@ def _enter(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> list[Ste
     return [*steps, Step("slice", (TIME,), ready, cut, target=spot), *_in_space(cut, after, mesh, itemsize)]
 
 
-def _in_space(before: Layout, after: Layout, mesh: Mesh, itemsize: int) -> tuple[Step, ...]:
+def _in_space(
+    before: Layout, after: Layout, mesh: Mesh, itemsize: int, bucket: Bucket | None = None
+) -> tuple[Step, ...]:
     """The steps between two layouts that are alike in time, found on what one micro-batch holds."""
     if before == after:
         return ()
     ranks, mark = mesh.sizes[TIME], _mark(before)
-    found = path(_of_one(before, ranks), _of_one(after, ranks), mesh.space, itemsize)
+    found = path(_of_one(before, ranks), _of_one(after, ranks), mesh.space, itemsize, bucket)
     if mark is None:
         return found
     put = {id(s): (_of_all(s.before, before, mark), _of_all(s.after, before, mark)) for s in found}

@@ -3,10 +3,10 @@
     reshards   what the plan implies          reshards.py
     steps      the primitives of each          collective.path
     sent       bytes that one rank sends       collective.wire_bytes
-    seconds    of each step, alone             collective.seconds
+    seconds    of each step                    collective.seconds; of those sent together a share (`buckets.py`)
 
 A pure function of graph, factors and plan: `passes` inserts the same reshards and writes out the same steps. Later they
-start some early and send small ones together, which these seconds do not know.
+start some early, which these seconds do not know.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch.fx as fx
 
-from .collective import Step, seconds, wire_bytes
+from .buckets import Bucket
+from .collective import Step, in_bucket, seconds, wire_bytes
 from .factors import Factored
 from .graph import Graph
 from .layout import Layout
@@ -133,16 +134,20 @@ class _Ways:
 
     def __init__(self, mesh: Mesh, early: bool):
         self.mesh, self.early = mesh, early
-        self._known: dict[tuple[int, int, int], Way] = {}
+        self._known: dict[tuple, Way] = {}
 
-    def of(self, before: Layout, after: Layout, itemsize: int) -> Way:
-        key = (id(before), id(after), itemsize)
+    def of(self, before: Layout, after: Layout, itemsize: int, bucket: Bucket | None) -> Way:
+        key = (id(before), id(after), itemsize, bucket)
         found = self._known.get(key)
         if found is None:
-            steps = way(before, after, self.mesh, itemsize, self.early)
+            steps = way(before, after, self.mesh, itemsize, self.early, bucket)
+            which = in_bucket(steps, bucket)
             often = [times(s, self.mesh) for s in steps]
             sent = tuple(n * wire_bytes(s, self.mesh, itemsize) for n, s in zip(often, steps, strict=True))
-            took = tuple(n * seconds(s, self.mesh, itemsize) for n, s in zip(often, steps, strict=True))
+            took = tuple(
+                n * seconds(s, self.mesh, itemsize, bucket if i == which else None)
+                for i, (n, s) in enumerate(zip(often, steps, strict=True))
+            )
             found = self._known[key] = Way(steps, sent, took, tuple(often))
         return found
 
@@ -170,5 +175,5 @@ def _moved(one: Reshard, graph: Graph, names: Mapping[fx.Node, tuple[str, bool]]
         one.backward,
         tuple(dict.fromkeys(reader.name for reader, _ in one.reads)),
         tuple((graph.outputs[i].kind, str(graph.outputs[i].name)) for i in one.leaves),
-        ways.of(one.before, one.after, node.meta["val"].element_size()),
+        ways.of(one.before, one.after, node.meta["val"].element_size(), one.bucket),
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from .buckets import Bucket, bucketed_seconds
 from .collective_cost import collective_seconds
 from .compute_cost import compute_seconds
 from .layout import piece
@@ -136,12 +137,14 @@ class Transitions:
     def __init__(self, shape: Structure, lengths: tuple[int, ...], scale: float, mesh: Mesh):
         self.shape = shape
         self._rows: dict[int, np.ndarray] = {}
+        self._in_buckets: dict[Bucket, tuple[np.ndarray, np.ndarray]] = {}
         local = np.ones(len(shape.states))
         if lengths:
             pieces = np.array([[largest_piece(n, m, mesh.sizes) for n in lengths] for m in shape.marks], dtype=float)
             local = pieces[shape.mark_of, np.arange(len(lengths))].prod(axis=1)
         self.nbytes = local * scale
-        share = np.array([self._share(c, lengths, mesh) for c in shape.classes] or [0.0])[shape.of_edge]
+        self.mesh = mesh
+        self.share = np.array([self._share(c, lengths, mesh) for c in shape.classes] or [0.0])[shape.of_edge]
         self.weights = np.zeros(len(shape.leaves))
         for (kind, axes), edges in shape.by_kind.items():
             if kind in LOCAL_KINDS:
@@ -149,7 +152,7 @@ class Transitions:
                 self.weights[edges] = compute_seconds(0.0, made, "float32", mesh.device)
             else:
                 before, after = self.nbytes[shape.leaves[edges]], self.nbytes[shape.enters[edges]]
-                self.weights[edges] = collective_seconds(kind, mesh.levels(axes), before * share[edges])
+                self.weights[edges] = collective_seconds(kind, mesh.levels(axes), before * self.share[edges])
                 self.weights[edges] += packing_seconds(kind, before, after, mesh)
         self.weights += STEP
 
@@ -184,6 +187,52 @@ class Transitions:
                 made += w
                 np.minimum(held, made, out=held)
         return table[place].T
+
+    def in_bucket(self, sources: Sequence[int], bucket: Bucket | None) -> np.ndarray:
+        """`rows`, where the last move of a way, or a first one that is all of it, travels in a bucket."""
+        found = self.rows(sources)
+        if bucket is None:
+            return found
+        edges, weights = self._bucketed(bucket)
+        made = found.copy()
+        if bucket.end == "last" and len(edges):
+            enters, first = np.unique(self.shape.enters[edges], return_index=True)  # edges stand in order of them
+            ways = np.minimum.reduceat(found[:, self.shape.leaves[edges]] + weights, first, axis=1)
+            made[:, enters] = np.minimum(made[:, enters], ways)
+            return made
+        for i, source in enumerate(sources):
+            mine = np.flatnonzero(self.shape.leaves[edges] == source)
+            np.minimum.at(made[i], self.shape.enters[edges[mine]], weights[mine])
+        return made
+
+    def _bucketed(self, bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+        """The edges that may travel in a bucket, in their order, and their seconds there."""
+        if bucket not in self._in_buckets:
+            seconds = np.full(len(self.weights), math.inf)
+            for (kind, axes), edges in self.shape.by_kind.items():
+                if kind in bucket.kinds:
+                    before, after = self.nbytes[self.shape.leaves[edges]], self.nbytes[self.shape.enters[edges]]
+                    sent = before * self.share[edges]
+                    seconds[edges] = STEP + bucketed_seconds(kind, axes, sent, before, after, bucket, self.mesh)
+            edges = np.flatnonzero(np.isfinite(seconds))
+            self._in_buckets[bucket] = edges, seconds[edges]
+        return self._in_buckets[bucket]
+
+    def way_in_bucket(self, start: int, goal: int, bucket: Bucket | None) -> list[tuple[int, Move]]:
+        """`way`, at the prices of `in_bucket`."""
+        if bucket is None:
+            return self.way(start, goal)
+        (row,), (edges, weights) = self.rows([start]), self._bucketed(bucket)
+        ends = self.shape.enters[edges] == goal
+        if bucket.end == "first":
+            ends &= self.shape.leaves[edges] == start
+        at = np.flatnonzero(ends)
+        costs = row[self.shape.leaves[edges[at]]] + weights[at]
+        if not len(at) or costs.min() >= row[goal]:
+            return self.way(start, goal)
+        last = edges[at[costs.argmin()]]
+        leaves = int(self.shape.leaves[last])
+        return [*self.way(start, leaves), (leaves, self.shape.moves[self.shape.of_move[last]])]
 
     def way(self, start: int, goal: int) -> list[tuple[int, Move]]:
         """The moves of a cheapest way, each with the number of the state it leaves.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch.fx as fx
 
+from .buckets import Bucket, buckets_of
 from .call_costs import Cost, itemsize
 from .factors import Factored
 from .given import pinned_calls
@@ -100,7 +101,7 @@ class Untied:
     def __init__(self, graph: Graph, mesh: Mesh, options: Options, plan: Plan):
         self.graph, self.plan, self.options = graph, plan, options
         self.factored: Factored = graph.factored
-        self.prices = Prices(mesh)
+        self.prices, self.buckets = Prices(mesh), buckets_of(graph)
         self.parts: list[Part] = []
         self.tensors: list[Tensor] = []
         self.beyond: list[str] = []
@@ -210,9 +211,10 @@ class Untied:
         number = {s: i for i, s in enumerate(held)}, {s: i for i, s in enumerate(needed)}
         lengths = tuple(max(1, self.factored.sizes.size(a)) for d in self.factored.dims[value] for a in d)
         have, want = list(held), list(needed)
-        key = (lengths, itemsize(value), tuple(have), tuple(want))
+        bucket = self.buckets.of(value)
+        key = (lengths, itemsize(value), tuple(have), tuple(want), bucket)
         if key not in self._priced:
-            self._priced[key] = self._price(lengths, itemsize(value), have, want)
+            self._priced[key] = self._price(lengths, itemsize(value), have, want, bucket)
         kept = local_bytes(lengths, itemsize(value), _made(want), self.prices)
         reads = [Read(r, np.array([number[1][s] for s in states]), late) for r, states, late in one.reads]
         giver = np.array([number[0][s] for s in one.held])
@@ -228,7 +230,9 @@ class Untied:
     def _twice(self, value: fx.Node) -> bool:
         return self.options.zero == 3 and self._base(value)[-1] in self._params
 
-    def _price(self, lengths: tuple[int, ...], size: int, have: list[State], want: list[State]) -> np.ndarray:
+    def _price(
+        self, lengths: tuple[int, ...], size: int, have: list[State], want: list[State], bucket: Bucket | None
+    ) -> np.ndarray:
         """Pair by pair as `collective.path` has it: only the factors that these two use may be split on the way."""
         out = np.zeros((len(have), len(want)))
         by_use: dict[frozenset[int], list[tuple[int, int]]] = {}
@@ -239,7 +243,7 @@ class Untied:
             rows, columns = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
             held, needed = _made([have[i] for i in rows]), _made([want[j] for j in columns])
             self._alive += [held, needed]  # prices are known by the identity of states
-            table = self.prices.between(lengths, size, held, needed)
+            table = self.prices.between(lengths, size, held, needed, bucket)
             for i, j in pairs:
                 out[i, j] = table[rows.index(i), columns.index(j)]
         return out

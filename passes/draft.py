@@ -6,10 +6,11 @@ makes a layout. `laws.check` runs after each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.fx as fx
 
+from ..partitioner.buckets import Bucket
 from ..partitioner.factors import Factored, factor_graph
 from ..partitioner.graph import Graph, is_tensor
 from ..partitioner.layout import Layout
@@ -26,6 +27,7 @@ class Draft:
     Attributes:
         placement: per call how it is split (calls that a pass adds, primitives, are not), per tensor node its layout.
         established: the laws that hold by now, by name.
+        buckets: of reshards that may travel with others, in which bucket.
     """
 
     graph: Graph
@@ -34,6 +36,7 @@ class Draft:
     factored: Factored
     placement: Placement
     established: tuple[str, ...] = ()
+    buckets: dict[fx.Node, Bucket] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:

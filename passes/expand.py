@@ -27,8 +27,8 @@ def _expand(draft: Draft, node: fx.Node) -> None:
     value, before, after = node.args
     assert isinstance(value, fx.Node)
     here = value
-    size = node.meta["val"].element_size()
-    for step in way(before, after, draft.mesh, size, early=draft.plan.zero >= 2):  # type: ignore[arg-type]
+    size, bucket, early = node.meta["val"].element_size(), draft.buckets.pop(node, None), draft.plan.zero >= 2
+    for step in way(before, after, draft.mesh, size, early, bucket):  # type: ignore[arg-type]
         with draft.graph.fx.inserting_before(node):
             new = draft.graph.fx.call_function(primitive, (here, step))  # type: ignore[arg-type]
         new.meta = dict(node.meta)

@@ -8,8 +8,8 @@ made and is waited for right before it is read: a gradient's reduction runs unde
 parameters start one gather ahead of their use, so that at most two gathered parameters are in flight. Reductions of
 small gradients are collected into buckets.
 
-A message pays its latency unless it is some times latency x bandwidth, so a bucket closes at
-`BUCKET_STARTS` x latency x bandwidth bytes of its link, and tensors larger than that travel alone, uncopied.
+A bucket closes at so many bytes of local tensors that its message hardly feels its latency (`partitioner/buckets.py`
+has the size and the price), and tensors larger than that travel alone, uncopied.
 
 Law `one-wait`: every started collective is waited for exactly once, after its start.
 """
@@ -22,14 +22,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..partitioner.collective import Step
-from ..partitioner.cost import nbytes
+from ..partitioner.buckets import bucket_limit
+from ..partitioner.collective import Step, largest_local
 from ..partitioner.program import primitive
 from ..partitioner.transfer import pause, start, wait
 from .draft import Draft
-
-BUCKET_STARTS = 8.0
-"""A bucket's size in starts of its link; at 8 the latency is a ninth of the message's time."""
 
 LOCAL = ("slice", "zero")
 """Primitives that talk to nobody."""
@@ -94,17 +91,23 @@ def _buckets(draft: Draft, nodes: list[fx.Node]) -> list[list[fx.Node]]:
     done: list[list[fx.Node]] = []
     for node in nodes:
         step, val = _step(node), node.meta["val"]
-        link = draft.mesh.link[step.axes[0]]
-        limit = BUCKET_STARTS * link.latency * link.bandwidth
-        if nbytes(val) >= limit:
+        limit = bucket_limit(step.axes, draft.mesh)
+        if _local_bytes(draft, node) >= limit:
             done.append([node])
             continue
         key = (step.kind, step.axes, step.op, val.dtype, bool(node.meta.get("backward")))
         bucket = open_.setdefault(key, [])
         bucket.append(node)
-        if sum(nbytes(n.meta["val"]) for n in bucket) >= limit:
+        if sum(_local_bytes(draft, n) for n in bucket) >= limit:
             done.append(open_.pop(key))
     return done + list(open_.values())
+
+
+def _local_bytes(draft: Draft, node: fx.Node) -> int:
+    """Of the largest local tensor that a primitive reads or makes."""
+    step = _step(node)
+    elements = max(largest_local(x, draft.mesh) for x in (step.before, step.after))
+    return elements * node.meta["val"].element_size()
 
 
 def _split_phase(draft: Draft, bucket: list[fx.Node], order: _Order) -> None:

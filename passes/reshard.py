@@ -50,6 +50,8 @@ def _node(draft: Draft, one: Reshard) -> fx.Node:
         new = graph.call_function(reshard, args)
     new.meta = dict(one.value.meta) | {"backward": one.backward}
     draft.layouts[new] = one.after
+    if one.bucket is not None:
+        draft.buckets[new] = one.bucket
     return new
 
 

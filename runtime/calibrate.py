@@ -8,6 +8,7 @@ All ranks measure, the slowest counts, and all fit the same numbers: they return
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -95,11 +96,11 @@ def _link(preset: Link, ranks: int, sweeps: dict[str, list[tuple[float, float]]]
 
 
 def _agreed(cases: list[Case], device: torch.device) -> dict[str, list[tuple[float, float]]]:
-    """{kind: [(bytes sent, seconds of the slowest rank)]}."""
-    slowest = _over_ranks([max(case.seconds.values()) for case in cases], device)
+    """{kind: [(bytes sent, seconds of the fastest batch, each as long as its slowest rank)]}."""
+    slowest = iter(_over_ranks([seconds for case in cases for seconds in case.seconds], device))
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    for case, seconds in zip(cases, slowest, strict=True):
-        found[case.kind].append((case.sent, seconds))
+    for case in cases:
+        found[case.kind].append((case.sent, min(itertools.islice(slowest, len(case.seconds)))))
     return found
 
 

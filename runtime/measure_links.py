@@ -1,8 +1,9 @@
 """Measures the collectives of one axis of a mesh, with the comm that compiled programs use.
 
-Each kind runs at eight sizes, all groups of the axis at once as in a training step. A size is timed as a batch of
-repeats, the fastest of five batches counts, and of the ranks the slowest. In one process the ranks take turns, so the
-seconds of one are those of all over their number.
+Each kind runs at eight sizes, all groups of the axis at once as in a training step. A size is timed in short batches of
+repeats: a batch takes as long as its slowest rank, and the fastest batch counts. Short, because what else runs on the
+machine breaks into a long one for sure; by batch, because a rank that comes late to one finds the others' parts there,
+and seems fast. In one process the ranks take turns, so the seconds of one are those of all over their number.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from .comm import Comm, Program, Start, Wait
 from .measure_device import finish
 
 KINDS = ("permute", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
-_POINTS, _BATCHES = 8, 5
+_POINTS, _BATCHES = 8, 16
 _LARGEST = {"cpu": 2**23, "cuda": 2**28}
-_SMALLEST, _REPEATS, _REPEATED = 2**12, 16, 2**21
+_SMALLEST, _REPEATS, _REPEATED = 2**12, 4, 2**21
 """Bytes of the whole tensor of the first size; repeats of a batch, fewer where they would move more bytes than that."""
 
 
 @dataclass
 class Case:
-    """A kind at one size: `sent` bytes by the ring formula, and the fastest batch's seconds of one call, by rank."""
+    """A kind at one size: `sent` bytes by the ring formula, and of each batch the seconds of one call, on the slowest
+    of this process's ranks."""
 
     kind: str
     nbytes: int
     sent: float
-    seconds: dict[int, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=lambda: [0.0] * _BATCHES)
 
 
 def measure_axis(comm: Comm, mesh: Mesh, axis: str, device: torch.device) -> list[Case]:
@@ -43,7 +45,7 @@ def measure_axis(comm: Comm, mesh: Mesh, axis: str, device: torch.device) -> lis
     comm.run([_program(mesh, axis, rank, cases, device) for rank in comm.ranks])
     if len(comm.ranks) > 1:
         for case in cases:
-            case.seconds = {r: s / mesh.world_size for r, s in case.seconds.items()}
+            case.seconds = [s / mesh.world_size for s in case.seconds]
     return cases
 
 
@@ -59,7 +61,7 @@ def _program(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.
     for case in cases:
         transfer, elements = transfer_for(case.kind, axis, index, mesh.sizes[axis], case.nbytes // 4)
         x = torch.zeros(elements, device=device)
-        repeats = max(2, min(_REPEATS, _REPEATED // case.nbytes))
+        repeats = max(1, min(_REPEATS, _REPEATED // case.nbytes))
         for batch in range(_BATCHES + 1):
             count = repeats if batch else 1  # one call warms up
             finish(device)
@@ -70,7 +72,7 @@ def _program(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.
             finish(device)
             taken = (time.perf_counter() - start) / count
             if batch:
-                case.seconds[rank] = min(taken, case.seconds.get(rank, taken))
+                case.seconds[batch - 1] = max(taken, case.seconds[batch - 1])
 
 
 def transfer_for(kind: str, axis: str, index: int, k: int, n: int) -> tuple[Transfer, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import meshwright as mw
 import pytest
 import torch
+from meshwright.partitioner.buckets import buckets_of
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.collective import Step, seconds, wire_bytes
 from meshwright.partitioner.graph import Graph
@@ -114,11 +115,12 @@ def test_at_stage_3_views_of_views_are_made_again():
 
 def test_bytes_and_seconds_are_those_of_the_steps():
     graph, plan = planned("gpt", {"dp": 2, "tp": 2}, 3)
-    moves = traffic_of(graph, graph.factored, plan)
+    moves, buckets = traffic_of(graph, graph.factored, plan), buckets_of(graph)
     for move in moves:
         for step, sent, took in zip(move.way.steps, move.way.sent, move.way.seconds, strict=True):
             assert sent in {wire_bytes(step, plan.mesh, n) for n in (1, 4, 8)}
-            assert took in {seconds(step, plan.mesh, n) for n in (1, 4, 8)}
+            some = (None, buckets.params, buckets.grads)
+            assert took in {seconds(step, plan.mesh, n, bucket) for n in (1, 4, 8) for bucket in some}
     every = totals(moves)
     counted = Counter((s.axes, s.kind) for s in told(graph, plan).elements() if s.kind not in ("slice", "zero"))
     assert {key: total.count for key, total in every.items()} == counted
