@@ -20,7 +20,7 @@ import torch.fx as fx
 from .factors import Factored
 from .graph import Graph, is_tensor
 from .layout import Spot, piece
-from .mesh import Mesh
+from .mesh import TIME, Mesh
 from .rules.split import Leaf, LeafDims, Shape
 from .window import Through
 
@@ -170,7 +170,7 @@ class Choices:
         self, factored: Factored, mesh: Mesh, axis: str, marked: Marked, weights: dict[fx.Node, tuple[int, ...]]
     ):
         self.factored, self.marked, self.weights = factored, marked, weights
-        self.role, self.ranks = mesh.role(axis), mesh.sizes[axis]
+        self.axis, self.role, self.ranks = axis, mesh.role(axis), mesh.sizes[axis]
 
     def of(self, node: fx.Node) -> list[Choice]:
         """The choices of a call."""
@@ -185,6 +185,8 @@ class Choices:
             mine: list[Choice] = [leaf for leaf in legal if atoms[leaf] in wanted[self.role]]
             if self.role == "context" and self._must_gather(node, mine):
                 mine += [leaf for leaf in legal if leaf not in mine and atoms[leaf] not in self.marked.batch]
+            if self.role == "data" and self.axis != TIME and self._adds_up_little(node, mine):
+                mine += [None, *(leaf for leaf in legal if atoms[leaf] not in self.marked.batch)]
             return mine or [*partial, None]
         if self.role == "tensor":
             legal = [leaf for leaf in legal if atoms[leaf] not in self.marked.batch]
@@ -206,6 +208,18 @@ class Choices:
             if has & self.marked.sequence and any(c and input_state(shape, k, c) is None for c in mine):
                 return True
         return False
+
+    def _adds_up_little(self, node: fx.Node, mine: list[Choice]) -> bool:
+        """Whether a call sums over its split what is smaller than the sum, and at little cost.
+
+        So does the gradient of an embedding: the rows of few tokens may be gathered instead of the sum being reduced.
+        """
+        shape = self.factored.shapes[node]
+        if not mine or not is_tensor(node) or shape.rule.flops >= HEAVY:
+            return False
+        if any(_spot(out, leaf) for out in shape.outputs if out for leaf in mine if isinstance(leaf, tuple)):
+            return False
+        return sum(o.meta["val"].nbytes for o in self.factored.operands[node]) < node.meta["val"].nbytes
 
     def may_split(self, shape: Shape, leaf: Leaf, atom: int) -> bool:
         """Whether a call can be split there, whatever its role on the axis."""
