@@ -1,26 +1,37 @@
 """Cross entropy on one op forward and one backward.
 
-    nll[i] = -log softmax(logits[i])[target[i]]        dlogits = (softmax(logits) - onehot(target)) * grad
+    lse[i] = log Σ_c exp(z[i, c])         nll[i] = lse[i] - z[i, target[i]]
+    dz[i, c] = g[i] (exp(z[i, c] - lse[i]) - [c = target i])
 
-`nll` also returns logp = log_softmax(logits), all that the backward reads. Rows whose target is `ignore_index` give 0.
-`start` is the class of column 0: a rank that holds the classes [start, start + v) passes its own, and a target outside
-them has no column there. With `start` 0 in `nll` the logits are the whole row, and a target outside it is an error.
+of the logits z [t, v]; the backward reads z and lse, and nothing else of that size exists: `nll_backward_` writes dz
+over z. Sums are in float32 or wider, and go by chunks of rows that stay in a CPU's cache. Rows whose target is
+`ignore_index` give 0. A rank that holds the classes [start, start + v) passes its `start`: over a split vocabulary
+`nll_sums` is a sum over ranks, of what it finds below the greatest logit of all. A target that is no class at all is an
+error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
+CHUNK_BYTES, CHUNK_BYTES_CUDA = 1 << 20, 1 << 28
+"""Of a chunk of logits in the wide dtype."""
+
 lib = torch.library.Library("meshwright", "FRAGMENT")
-lib.define(
-    "nll(Tensor logits, Tensor target, int ignore_index, int start) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-lib.define(
-    "nll_backward(Tensor grad, Tensor logp, Tensor target, int ignore_index, int start) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _line in (
+    "nll(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)",
+    "nll_sums(Tensor logits, Tensor target, Tensor top, int ignore_index, int start, int classes) -> (Tensor, Tensor)",
+    "nll_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, int start) -> Tensor",
+):
+    lib.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over classes are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def held(target: torch.Tensor, ignore_index: int, start: int, v: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,66 +40,112 @@ def held(target: torch.Tensor, ignore_index: int, start: int, v: int) -> tuple[t
     return torch.where(there, target - start, 0), there
 
 
-def _nll(logits, target, ignore_index: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    logp = torch.log_softmax(logits, 1)
-    if not logp.numel():
-        return logits.new_zeros(target.shape), logp
-    column, there = held(target, ignore_index, start, logits.shape[1])
-    if start == 0:
-        _refuse_out_of_range(target, there, ignore_index)
-    picked = logp.gather(1, column.unsqueeze(1)).squeeze(1)
-    return picked.neg_().masked_fill_(there.logical_not(), 0.0), logp
-
-
-def _refuse_out_of_range(target: torch.Tensor, there: torch.Tensor, ignore_index: int) -> None:
-    right = there | (target == ignore_index)
+def refuse(target: torch.Tensor, ignore_index: int, v: int) -> None:
+    """A target that is no class is an error: at once, or on a GPU when the kernel runs."""
+    right = (target == ignore_index) | ((target >= 0) & (target < v))
     if target.device.type != "cpu":
         torch.ops.aten._assert_async.msg(right.all(), "a target is out of bounds")
     elif not bool(right.all()):
         raise IndexError(f"Target {int(target[right.logical_not()][0])} is out of bounds.")
 
 
-def _nll_backward(grad, logp, target, ignore_index: int, start: int) -> torch.Tensor:
-    """Two passes over [t, v]; the target's own entry, expm1(logp) * grad, is set apart, free of cancellation."""
-    out = torch.exp(logp)
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """The rows of each chunk; the first alone of a tensor without values, for it shows all that is held."""
+    t, v = logits.shape
+    nbytes = CHUNK_BYTES if logits.device.type == "cpu" else CHUNK_BYTES_CUDA
+    step = max(1, nbytes // (max(1, v) * wide(logits.dtype).itemsize))
+    real = logits.untyped_storage().device.type != "meta"
+    for start in range(0, t if real else min(t, step), step):
+        yield slice(start, min(start + step, t))
+
+
+def _nll(logits, target, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    t, v = logits.shape
+    refuse(target, ignore_index, v)
+    lse = logits.new_empty(t, dtype=wide(logits.dtype))
+    if not logits.numel():
+        return logits.new_zeros(t), lse.fill_(-torch.inf)
+    for rows in _chunks(logits):
+        lse[rows] = torch.logsumexp(logits[rows].to(lse.dtype), 1)
+    column, there = held(target, ignore_index, 0, v)
+    nll = (lse - logits.gather(1, column.unsqueeze(1)).squeeze(1)).masked_fill_(there.logical_not(), 0.0)
+    return nll.to(logits.dtype), lse
+
+
+def _nll_sums(logits, target, top, ignore_index: int, start: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Σ_c exp(z - top), the target's logit or 0) over the classes [start, start + v) of `classes`."""
+    t, v = logits.shape
+    refuse(target, ignore_index, classes)
+    total, picked = (logits.new_zeros(t, dtype=wide(logits.dtype)) for _ in range(2))
+    if not logits.numel():
+        return total, picked
+    for rows in _chunks(logits):
+        total[rows] = (logits[rows].to(total.dtype) - top[rows].unsqueeze(1)).exp_().sum(1)
+    column, there = held(target, ignore_index, start, v)
+    own = logits.gather(1, column.unsqueeze(1)).squeeze(1)
+    return total, torch.where(there, own.to(total.dtype), picked)
+
+
+def _nll_backward(grad, logits, target, lse, ignore_index: int, start: int) -> torch.Tensor:
+    return _write_dz(torch.empty_like(logits), grad, logits, target, lse, ignore_index, start)
+
+
+def nll_backward_(grad, logits, target, lse, ignore_index: int, start: int) -> torch.Tensor:
+    return _write_dz(logits, grad, logits, target, lse, ignore_index, start)
+
+
+def _write_dz(out, grad, logits, target, lse, ignore_index: int, start: int) -> torch.Tensor:
+    """Into `out`, which may be the logits; the target's own entry, expm1(z - lse) * g, is free of cancellation."""
     if not out.numel():
         return out
-    column, there = held(target, ignore_index, start, logp.shape[1])
-    row = grad.masked_fill(target == ignore_index, 0.0)
-    out.mul_(row.unsqueeze(1))
-    at = column.unsqueeze(1)
-    wide = torch.float64 if logp.dtype == torch.float64 else torch.float32
-    own = torch.expm1(logp.gather(1, at).to(wide)) * row.unsqueeze(1).to(wide)
+    column, there = held(target, ignore_index, start, logits.shape[1])
+    at, row = column.unsqueeze(1), grad.to(lse.dtype).masked_fill(target == ignore_index, 0.0).unsqueeze(1)
+    own = torch.expm1(logits.gather(1, at) - lse.unsqueeze(1)) * row
+    for rows in _chunks(logits):
+        _write_chunk(out[rows], logits[rows], lse[rows].unsqueeze(1), row[rows])
     return out.scatter_(1, at, torch.where(there.unsqueeze(1), own.to(out.dtype), out.gather(1, at)))
 
 
-def _fake_nll(logits, target, ignore_index, start):
-    return logits.new_empty(target.shape), logits.new_empty(logits.shape)
+def _write_chunk(out: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor, row: torch.Tensor) -> None:
+    if out.dtype == lse.dtype:
+        torch.sub(logits, lse, out=out).exp_().mul_(row)
+    else:
+        out.copy_((logits - lse).exp_().mul_(row))
 
 
-def _fake_nll_backward(grad, logp, target, ignore_index, start):
-    return logp.new_empty(logp.shape)
+def _fake_nll(logits, target, ignore_index):
+    return logits.new_empty(target.shape), logits.new_empty(target.shape, dtype=wide(logits.dtype))
+
+
+def _fake_nll_sums(logits, target, top, ignore_index, start, classes):
+    return tuple(logits.new_empty(target.shape, dtype=wide(logits.dtype)) for _ in range(2))
+
+
+def _fake_nll_backward(grad, logits, target, lse, ignore_index, start):
+    return torch.empty_like(logits)
 
 
 def _setup(ctx, inputs, output) -> None:
-    _, target, ctx.ignore_index, ctx.start = inputs
-    ctx.save_for_backward(output[1], target)
+    logits, target, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, target, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx, grad, _):
     if grad is None:
-        return None, None, None, None
-    logp, target = ctx.saved_tensors
-    dlogits = torch.ops.meshwright.nll_backward(grad, logp, target, ctx.ignore_index, ctx.start)
-    return dlogits, None, None, None
+        return None, None, None
+    logits, target, lse = ctx.saved_tensors
+    return torch.ops.meshwright.nll_backward(grad, logits, target, lse, ctx.ignore_index, 0), None, None
 
 
-lib.impl("nll", _nll, "CompositeExplicitAutograd")
-lib.impl("nll_backward", _nll_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("meshwright::nll", _fake_nll, lib=lib)
-torch.library.register_fake("meshwright::nll_backward", _fake_nll_backward, lib=lib)
+for _name, _impl, _fake in (
+    ("nll", _nll, _fake_nll),
+    ("nll_sums", _nll_sums, _fake_nll_sums),
+    ("nll_backward", _nll_backward, _fake_nll_backward),
+):
+    lib.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"meshwright::{_name}", _fake, lib=lib)
 torch.library.register_autograd("meshwright::nll", _autograd, setup_context=_setup, lib=lib)
 
 
@@ -126,7 +183,7 @@ def cross_entropy(
 def _rows(rows, target, weight, ignore_index: int, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row the loss, and what it counts in the mean."""
     valid = target != ignore_index
-    losses, logp = torch.ops.meshwright.nll(rows, target, ignore_index, 0)
+    losses, _ = torch.ops.meshwright.nll(rows, target, ignore_index)
     weights = valid if weight is None else weight[torch.where(valid, target, 0)] * valid
     if weight is not None:
         losses = losses * weights

@@ -18,6 +18,7 @@ INSIDE: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     ops.attention.default: (attention._cpu_forward, attention._cuda_forward),
     ops.attention_backward.default: (attention._cpu_backward, attention._cuda_backward),
     ops.nll.default: (cross_entropy._nll, cross_entropy._nll),
+    ops.nll_sums.default: (cross_entropy._nll_sums, cross_entropy._nll_sums),
     ops.nll_backward.default: (cross_entropy._nll_backward, cross_entropy._nll_backward),
     ops.rms_norm.default: (rms_norm._forward, None),
     ops.rms_norm_backward.default: (rms_norm._backward, None),

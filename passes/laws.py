@@ -6,6 +6,7 @@
     primitives-chain      every primitive starts from the layout its operand has
     one-wait              every started collective is waited for exactly once
     backward-after-pause  no forward node follows the pause
+    overwritten-is-dead   what is written over is not read afterwards (`overwrite.py`)
     local-shapes          a rank's local tensors have the shapes and dtypes their layouts give (on fake tensors)
 
 A violation is a defect of the compiler: the error names law, pass, node, neighbours and the user's source line.
@@ -41,7 +42,7 @@ def check(draft: Draft, after: str) -> None:
             _LAWS[law](draft, after)
 
 
-def _broken(law: str, after: str, node: fx.Node, why: str) -> LawError:
+def broken(law: str, after: str, node: fx.Node, why: str) -> LawError:
     around = [n.format_node() for n in (node.prev, node, node.next) if n.op != "root"]
     head = f"law {law} broken after pass {after} at {node.name} ({where(node)}): {why}"
     return LawError("\n  ".join([head, *map(str, around)]))
@@ -55,14 +56,14 @@ def _layouts_agree(draft: Draft, after: str) -> None:
             if need is None:
                 need = needs[id(split), k] = split.input_layout(k)
             if need is not have and need != have:
-                raise _broken("layouts-agree", after, node, f"operand {operand.name} is {have}, needed is {need}")
+                raise broken("layouts-agree", after, node, f"operand {operand.name} is {have}, needed is {need}")
     for value, role in zip(draft.graph.output_values, draft.graph.outputs, strict=True):
         if value is None or not is_tensor(value):
             continue
         have = draft.layouts[value]
         need = draft.plan.resting[str(role.name)] if role.kind == "grad" else have.unsplit()
         if have != need:
-            raise _broken("layouts-agree", after, value, f"{role} leaves as {have}, should be {need}")
+            raise broken("layouts-agree", after, value, f"{role} leaves as {have}, should be {need}")
 
 
 def _backward_reads_kept(draft: Draft, after: str) -> None:
@@ -74,9 +75,9 @@ def _backward_reads_kept(draft: Draft, after: str) -> None:
             if x.op != "call_function" or x.meta.get("backward"):
                 continue
             if x.name in plan.recompute:
-                raise _broken("backward-reads-kept", after, node, f"it reads {x.name}, which is not kept")
+                raise broken("backward-reads-kept", after, node, f"it reads {x.name}, which is not kept")
             if x.target in (reshard, primitive) and (value := _resharded(x)).name in plan.again:
-                raise _broken("backward-reads-kept", after, node, f"it reads {x.name}, forward's copy of {value.name}")
+                raise broken("backward-reads-kept", after, node, f"it reads {x.name}, forward's copy of {value.name}")
 
 
 def _resharded(node: fx.Node) -> fx.Node:
@@ -96,7 +97,7 @@ def _primitives_chain(draft: Draft, after: str) -> None:
         for value, step in pairs:
             if draft.layouts[value] != step.before:
                 why = f"{value.name} is {draft.layouts[value]}, step from {step.before}"
-                raise _broken("primitives-chain", after, node, why)
+                raise broken("primitives-chain", after, node, why)
 
 
 def _one_wait(draft: Draft, after: str) -> None:
@@ -104,9 +105,9 @@ def _one_wait(draft: Draft, after: str) -> None:
         if node.target is start:
             waits = [u for u in node.users if u.target is wait]
             if len(waits) != 1 or len(node.users) != 1:
-                raise _broken("one-wait", after, node, f"{len(waits)} waits")
+                raise broken("one-wait", after, node, f"{len(waits)} waits")
         if node.target is primitive and node.args[1].kind not in ("slice", "zero"):
-            raise _broken("one-wait", after, node, "a collective that is neither started nor waited for")
+            raise broken("one-wait", after, node, "a collective that is neither started nor waited for")
 
 
 def _backward_after_pause(draft: Draft, after: str) -> None:
@@ -114,7 +115,7 @@ def _backward_after_pause(draft: Draft, after: str) -> None:
     for node in draft.graph.fx.nodes:
         held = held or node.target is pause
         if held and node.op == "call_function" and not node.meta.get("backward"):
-            raise _broken("backward-after-pause", after, node, "a forward node after the pause")
+            raise broken("backward-after-pause", after, node, "a forward node after the pause")
 
 
 _LAWS: dict[str, Callable[[Draft, str], None]] = {
@@ -149,7 +150,7 @@ def _same_shape(draft: Draft, node: Any, value: torch.Tensor, want: tuple[int, .
     if tuple(value.shape) != want or value.dtype != node.meta["val"].dtype:
         got = f"{tuple(value.shape)} {value.dtype}"
         why = f"on rank {rank} it is {got}, by {draft.layouts[node]} it is {want}"
-        raise _broken("local-shapes", "localize", node, why)
+        raise broken("local-shapes", "localize", node, why)
 
 
 def _fake_run(

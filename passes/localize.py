@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from ..partitioner.program import primitive
 from ..partitioner.transfer import is_first, local_slice, slice_args, start, transfer_of, zero_unless_first
 from .draft import Draft
+from .overwrite import OWN, overwrite
 
 
 def rank_graph(draft: Draft, rank: int) -> fx.Graph:
@@ -26,7 +27,8 @@ def rank_graph(draft: Draft, rank: int) -> fx.Graph:
     for node in draft.graph.fx.nodes:
         env[node] = _place(draft, node, rank, out, env)
         if isinstance(env[node], fx.Node):
-            env[node].meta = {k: node.meta.get(k, "") for k in ("where", "module")} | {"of": node.name}
+            env[node].meta = {k: node.meta.get(k, "") for k in ("where", "module", OWN)} | {"of": node.name}
+    overwrite(out)
     out.lint()
     return out
 

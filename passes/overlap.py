@@ -19,13 +19,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from ..partitioner.buckets import bucket_limit
 from ..partitioner.collective import Step, largest_local
 from ..partitioner.program import primitive
 from ..partitioner.transfer import pause, start, wait
+from .aliases import readers, shared_memory
 from .draft import Draft
 
 LOCAL = ("slice", "zero")
@@ -157,46 +157,17 @@ def _first_backward(draft: Draft) -> fx.Node:
 def _let_overwrite(draft: Draft) -> None:
     """A start may overwrite its operands when nothing reads their memory afterwards: it then needs no copy."""
     order = {n: i for i, n in enumerate(draft.graph.fx.nodes)}
-    share = _shared_memory(draft)
-    readers = {root: [order[u] for n in nodes for u in n.users] for root, nodes in share.items()}
-    last = {root: max(at) for root, at in readers.items() if at}
+    share = shared_memory(draft.graph.fx)
+    read = {root: set(readers(nodes)) for root, nodes in share.items()}
     root_of = {n: root for root, nodes in share.items() for n in nodes}
     for node in draft.graph.fx.nodes:
         if node.target is start:
             roots = [root_of.get(x) for x in node.args[1:]]
-            own = all(r is not None and r.op == "call_function" and last[r] <= order[node] for r in roots)
+            own = all(r is not None and r.op == "call_function" and _done(read[r], node, order) for r in roots)
             if own and len(set(roots)) == len(roots):
                 node.kwargs = {**node.kwargs, "consume": True}
 
 
-def _shared_memory(draft: Draft) -> dict[fx.Node, list[fx.Node]]:
-    """Nodes that may share memory, by the first of them; an op that may return a view of an operand joins it."""
-    root: dict[fx.Node, fx.Node] = {}
-    out: dict[fx.Node, list[fx.Node]] = {}
-    for node in draft.graph.fx.nodes:
-        root[node] = node
-        if node.op == "call_function" and node.target not in (start, wait) and may_alias(node):
-            operands = [n for n in node.all_input_nodes if n.op != "output"]
-            roots = {root[o] for o in operands}
-            if len(roots) == 1:
-                root[node] = roots.pop()
-            elif roots:  # several: all become one
-                first = next(iter(roots))
-                for other in roots:
-                    for member in out.pop(other, []):
-                        root[member] = first
-                        out.setdefault(first, []).append(member)
-                root[node] = first
-        out.setdefault(root[node], []).append(node)
-    return out
-
-
-def may_alias(node: fx.Node) -> bool:
-    """Whether a call may return memory of an operand: by its schema, or because it is a plain function."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return True
-    return any(r.alias_info for r in schema.returns) or "view" in schema.name or node.target in _MAY_RETURN_ITSELF
-
-
-_MAY_RETURN_ITSELF = {torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default}
+def _done(read: set[fx.Node], begun: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether nobody but a collective reads once it has begun."""
+    return all(order[u] <= order[begun] or u in begun.users for u in read)

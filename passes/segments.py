@@ -28,8 +28,9 @@ from ..partitioner.schedule import Schedule
 from ..partitioner.send_recv import with_transfers
 from ..partitioner.stages import needed_on
 from ..partitioner.validate import validate
+from .aliases import may_alias
 from .draft import Draft
-from .overlap import may_alias
+from .overwrite import own_inputs
 from .pause import HANDED_OUT
 from .phases import Phases, phases
 
@@ -140,7 +141,14 @@ class _Cutter:
         merged = self._merged(slots, numbers)
         sends = _Sends(self, slots)
         self.out.acts = [self._acts(rank, slots, numbers, merged, sends) for rank in range(max(self.placement) + 1)]
+        self._mark_own()
         return self.out
+
+    def _mark_own(self) -> None:
+        acts = [act for of_rank in self.out.acts for act in of_rank]
+        running = {act.segment for act in acts if act.kind == "run"}
+        leaving = [v.name for v in self.draft.graph.output_values if v is not None]
+        own_inputs([self.out.parts[i] for i in sorted(running)], (v for act in acts for v in act.values), leaving)
 
     def _merged(self, slots: dict[Slot, list[fx.Node]], numbers: dict[Slot, int]) -> dict[Slot, int]:
         """Of the stages whose schedule makes both gradients at one go, the segments that do."""

@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map
 
+from ..kernels.in_place import WRITES
 from ..partitioner.layout import Layout, assemble, take_local
 from ..partitioner.program import Program
 from ..partitioner.transfer import start, wait
@@ -57,8 +58,14 @@ def rank_values(graph: fx.Graph, inputs: list[Any], constants: dict[str, torch.T
         elif node.target is wait:
             env[node] = yield Wait(args[0])
         else:
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            env[node] = node.target(*_apart(node.target, args), **kwargs)  # type: ignore[operator]
     return {n.name: v for n, v in env.items()}, out
+
+
+def _apart(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a call; what it writes over is a copy, for every value is looked at later."""
+    at = WRITES.get(target)
+    return args if at is None else (*args[:at], args[at].clone(), *args[at + 1 :])
 
 
 def mesh_values(program: Program, inputs: list[Any]) -> Values:

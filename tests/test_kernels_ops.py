@@ -210,16 +210,33 @@ def test_cross_entropy_edges():
 def test_a_sure_row_keeps_its_gradient_in_half_precision():
     """p - 1 of a probability that rounds to 1: the gradient comes from expm1, not from a difference."""
     logp = torch.tensor([[-6.0, -0.0028]], dtype=torch.bfloat16)
-    got = mw.nll_backward(torch.ones(1, dtype=torch.bfloat16), logp, torch.tensor([1]), -100, 0)
+    got = mw.nll_backward(torch.ones(1, dtype=torch.bfloat16), logp, torch.tensor([1]), torch.zeros(1), -100, 0)
     torch.testing.assert_close(got.double()[0, 1], torch.expm1(logp.double())[0, 1], rtol=1e-2, atol=0)
 
 
 def test_backward_of_a_part_of_the_vocabulary():
     logits, target, g = torch.randn(4, 9), torch.tensor([0, 8, -100, 4]), torch.randn(4)
-    logp = logits.log_softmax(1)
-    whole = mw.nll_backward(g, logp, target, -100, 0)
-    parts = [mw.nll_backward(g, logp[:, a:b], target, -100, a) for a, b in ((0, 4), (4, 5), (5, 5), (5, 9))]
+    lse = logits.logsumexp(1)
+    whole = mw.nll_backward(g, logits, target, lse, -100, 0)
+    cuts = ((0, 4), (4, 5), (5, 5), (5, 9))
+    parts = [mw.nll_backward(g, logits[:, a:b], target, lse, -100, a) for a, b in cuts]
     same(torch.cat(parts, 1), whole)
+    over = logits.clone()
+    assert cross_entropy.nll_backward_(g, over, target, lse, -100, 0) is over
+    same(over, whole)
+
+
+def test_sums_over_parts_of_the_vocabulary():
+    logits, target = torch.randn(4, 9), torch.tensor([0, 8, -100, 4])
+    top = logits.amax(1)
+    parts = [mw.nll_sums(logits[:, a:b], target, top, -100, a, 9) for a, b in ((0, 4), (4, 5), (5, 5), (5, 9))]
+    total, picked = (sum(part[i] for part in parts) for i in range(2))
+    want, lse = mw.nll(logits, target, -100)
+    same((total.log() + top - picked).masked_fill(target == -100, 0.0), want)
+    same(total.log() + top, lse)
+    for wrong in (9, -1):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            mw.nll_sums(logits[:, :4], torch.full((4,), wrong), top, -100, 0, 9)
 
 
 # --- norms and embeddings ----------------------------------------------------------------------------------------
@@ -263,7 +280,7 @@ def _checks():
     target = torch.tensor([1, -100, 3])
     yield mw.attention.default, (q, k, k, None, True, 0.3, 1)
     yield mw.attention.default, (q, k, leaf(2, 2, 6, 3), bias, False, 0.3, 0)
-    yield mw.nll.default, (leaf(3, 5), target, -100, 0)
+    yield mw.nll.default, (leaf(3, 5), target, -100)
     yield mw.rms_norm.default, (leaf(3, 5), [5], leaf(5), 1e-5)
     yield mw.rms_norm.default, (leaf(3, 5, 4), [5, 4], None, 1e-5)
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from ...kernels import cross_entropy as _registers_the_ops  # noqa: F401
+from ...kernels.cross_entropy import wide
 from ..compat import decompositions
-from .dims import additive, rebound
+from .dims import additive, bound, rebound
 from .notation import Local, Rule, rule
-from .softmax import log_softmax_parts
 from .split import Call
 from .table import Table, on
 
@@ -22,26 +21,34 @@ mw = torch.ops.meshwright
 TABLE: Table = {}
 
 
-def nll_parts(logits: torch.Tensor, target: torch.Tensor, ignore_index: int, start: int) -> tuple[Any, Any]:
-    """`meshwright::nll` written out: log_softmax by amax, exp and sum, then a gather along the vocabulary."""
-    logp = log_softmax_parts(logits, 1, False)
-    ignored = target == ignore_index
-    column = torch.where(ignored, start, target) - start
-    picked = torch.neg(torch.squeeze(torch.gather(logp, 1, torch.unsqueeze(column, 1)), 1))
-    return picked.masked_fill(ignored, 0.0), logp
+def nll_parts(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> tuple[Any, Any]:
+    """`meshwright::nll` as a maximum and sums over the vocabulary."""
+    top = torch.amax(logits, (1,)).to(wide(logits.dtype))
+    total, picked = mw.nll_sums(logits, target, top, ignore_index, 0, logits.shape[1])
+    lse = torch.log(total) + top
+    return (lse - picked).masked_fill(target == ignore_index, 0.0).to(logits.dtype), lse
 
 
 @on(TABLE, mw.nll.default)
 def nll(call: Call) -> Rule:
-    return rule("t v, t -> t, t v", decompose={"v": nll_parts})
+    return rule("t v, t -> t, t", decompose={"v": nll_parts})
+
+
+def _local_start(call: Call) -> Any:
+    def localize(local: Local) -> tuple[Any, tuple, dict]:
+        return rebound(local, start=bound(call)["start"] + local.start("v"))
+
+    return localize
+
+
+@on(TABLE, mw.nll_sums.default)
+def nll_sums(call: Call) -> Rule:
+    return rule("t v, t, t -> t {v}, t {v}", ordered="v", localize=_local_start(call))
 
 
 @on(TABLE, mw.nll_backward.default)
 def nll_backward(call: Call) -> Rule:
-    def localize(local: Local) -> tuple[Any, tuple, dict]:
-        return rebound(local, start=call.args[4] + local.start("v"))
-
-    return rule("t, t v, t -> t v", ordered="v", linear=additive(call, {0}), localize=localize)
+    return rule("t, t v, t, t -> t v", ordered="v", linear=additive(call, {0}), localize=_local_start(call))
 
 
 DECOMPOSITIONS: dict[Any, Any] = decompositions(
