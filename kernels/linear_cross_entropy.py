@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .cross_entropy import cross_entropy, held
+from .cross_entropy import cross_entropy, held, refuse
+from .cross_entropy import wide as dtype_of_sums
 from .logit_rows import TORCH, Rows, rows_for
 
 CHUNK_BYTES = 1 << 26
@@ -30,35 +31,23 @@ lib = torch.library.Library("meshwright", "FRAGMENT")
 for _line in (
     "linear_nll(Tensor x, Tensor w, Tensor? b, Tensor target, int ignore_index) -> (Tensor, Tensor)",
     "linear_max(Tensor x, Tensor w, Tensor? b) -> Tensor",
-    "linear_sums(Tensor x, Tensor w, Tensor? b, Tensor target, Tensor top, int ignore_index, int start) "
-    "-> (Tensor, Tensor)",
+    "linear_sums(Tensor x, Tensor w, Tensor? b, Tensor target, Tensor top, int ignore_index, int start, "
+    "int classes) -> (Tensor, Tensor)",
     "linear_nll_backward(Tensor grad, Tensor? grad_lse, Tensor x, Tensor w, Tensor? b, Tensor target, Tensor lse, "
     "int ignore_index, int start) -> (Tensor, Tensor, Tensor)",
 ):
     lib.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def chunk_rows(v: int, dtype: torch.dtype) -> int:
     """Rows of a chunk of logits."""
-    return max(1, CHUNK_BYTES // (max(1, v) * _wide(dtype).itemsize))
+    return max(1, CHUNK_BYTES // (max(1, v) * dtype_of_sums(dtype).itemsize))
 
 
 def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool = True) -> torch.Tensor:
     """[rows, v], if `wide` in the wide dtype; products of half precision are rounded to it, as a linear layer's are."""
     z = torch.mm(x, w.t()) if b is None else torch.addmm(b, x, w.t())
-    return z.to(_wide(x.dtype)) if wide else z
-
-
-def _refuse(target: torch.Tensor, ignore_index: int, v: int) -> None:
-    right = (target == ignore_index) | ((target >= 0) & (target < v))
-    if target.device.type != "cpu":
-        torch.ops.aten._assert_async.msg(right.all(), "a target is out of bounds")
-    elif not bool(right.all()):
-        raise IndexError(f"Target {int(target[right.logical_not()][0])} is out of bounds.")
+    return z.to(dtype_of_sums(x.dtype)) if wide else z
 
 
 def _chunks(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool = True):
@@ -72,7 +61,7 @@ def _chunks(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool
 def _forward(x, w, b, target, ignore_index: int, passes: Rows = TORCH) -> tuple[torch.Tensor, torch.Tensor]:
     """(nll, lse) of rows whose classes are all here."""
     nll, lse = _fake_forward(x, w, b, target, ignore_index)
-    _refuse(target, ignore_index, w.shape[0])
+    refuse(target, ignore_index, w.shape[0])
     column, there = held(target, ignore_index, 0, w.shape[0])
     for rows, z in _chunks(x, w, b, passes.wide):
         lse[rows], picked = passes.statistics(z, column[rows])
@@ -88,9 +77,10 @@ def _max(x, w, b) -> torch.Tensor:
     return out
 
 
-def _sums(x, w, b, target, top, ignore_index: int, start: int, passes: Rows = TORCH):
-    """(Σ_c exp(z - top), the target's logit or 0) over the classes [start, start + v)."""
-    total, picked = _fake_sums(x, w, b, target, top, ignore_index, start)
+def _sums(x, w, b, target, top, ignore_index: int, start: int, classes: int, passes: Rows = TORCH):
+    """(Σ_c exp(z - top), the target's logit or 0) over the classes [start, start + v) of `classes`."""
+    refuse(target, ignore_index, classes)
+    total, picked = _fake_sums(x, w, b, target, top, ignore_index, start, classes)
     if not w.shape[0]:
         return total.zero_(), picked.zero_()
     column, there = held(target, ignore_index, start, w.shape[0])
@@ -104,7 +94,7 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dw, db); db is empty without a bias. The target's own entry is expm1(z - lse), free of cancellation."""
     dx, dw, db = _fake_backward(grad, grad_lse, x, w, b, target, lse, ignore_index, start)
-    wide = _wide(x.dtype)
+    wide = dtype_of_sums(x.dtype)
     sums, bias = torch.zeros_like(dw, dtype=wide), torch.zeros_like(db, dtype=wide)
     if not w.shape[0]:
         return dx.zero_(), dw, db
@@ -130,14 +120,14 @@ def _add_product(sums: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _fake_forward(x, w, b, target, ignore_index):
-    return tuple(x.new_empty(target.shape, dtype=_wide(x.dtype)) for _ in range(2))
+    return tuple(x.new_empty(target.shape, dtype=dtype_of_sums(x.dtype)) for _ in range(2))
 
 
 def _fake_max(x, w, b):
-    return x.new_empty(x.shape[:1], dtype=_wide(x.dtype))
+    return x.new_empty(x.shape[:1], dtype=dtype_of_sums(x.dtype))
 
 
-def _fake_sums(x, w, b, target, top, ignore_index, start):
+def _fake_sums(x, w, b, target, top, ignore_index, start, classes):
     return top.new_empty(top.shape), top.new_empty(top.shape)
 
 

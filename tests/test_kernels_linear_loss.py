@@ -118,7 +118,9 @@ def test_rules(bias):
     top = mw.linear_max(x, w, b)
     assert check_call(mw.linear_nll.default, (x, w, b, target, -100))
     assert check_call(mw.linear_max.default, (x, w, b))
-    assert check_call(mw.linear_sums.default, (x, w, b, target, top, -100, 0))
+    assert check_call(mw.linear_sums.default, (x, w, b, target, top, -100, 0, 11))
+    with pytest.raises(IndexError, match="Target 11 is out of bounds"):
+        mw.linear_sums(x, w[:4], None, target + 1, top, -100, 0, 11)
     for g in (None, torch.randn(7)):
         assert check_call(mw.linear_nll_backward.default, (torch.randn(7), g, x, w, b, target, lse, -100, 0))
     torch.library.opcheck(mw.linear_nll.default, (x.requires_grad_(), w.requires_grad_(), b, target, -100))

@@ -105,5 +105,6 @@ def test_inputs_are_not_written_over_unless_they_are_the_segments_own():
 def test_the_law_names_who_reads_what_is_gone():
     graph, dz = _graph(late=True)
     dz.target = nll_backward_
-    with pytest.raises(LawError, match="law overwritten-is-dead broken after pass overwrite at nll_backward_default .*which sum_default reads"):
+    said = "law overwritten-is-dead broken after pass overwrite at nll_backward_default .*which sum_default reads"
+    with pytest.raises(LawError, match=said):
         check_overwritten(graph)

@@ -40,7 +40,7 @@ _DIMS: dict[str, Dims] = {
 def linear_nll_parts(x: Any, w: Any, b: Any, target: torch.Tensor, ignore_index: int) -> tuple[Any, Any]:
     """`meshwright::linear_nll` as a maximum and sums over the vocabulary."""
     top = mw.linear_max(x, w, b)
-    total, picked = mw.linear_sums(x, w, b, target, top, ignore_index, 0)
+    total, picked = mw.linear_sums(x, w, b, target, top, ignore_index, 0, w.shape[0])
     lse = torch.log(total) + top
     return (lse - picked).masked_fill(target == ignore_index, 0.0), lse
 
