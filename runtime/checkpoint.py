@@ -29,12 +29,17 @@ from .checkpoint_files import (
     next_number,
     write_part,
 )  # fmt: skip
+from .faults import PeerError
 from .optimizer import Optimizers
 from .plain import from_plain, to_plain
 from .state import State, largest, pipeline_ranks
+from .watch import Lookout
 
 if TYPE_CHECKING:
     from .placed import Placed
+
+LOOK = 0.5
+"""Seconds between two looks whether the other processes are there."""
 
 FRESH = "not stepped"
 """The optimizer of a model that has not been placed: it has no state yet."""
@@ -140,6 +145,7 @@ class Saving:
         state = compiled._placed_or_initial()
         state.require_values()
         self.comm, self.mesh, self.device = compiled.comm, compiled.mesh, compiled.device
+        self.watch = compiled._watch
         number = largest(self.comm, self.mesh, self.device, next_number(path))
         self.path = path / f"step-{compiled.steps}.save-{number}"
         self.folder = path / f".saving-{self.path.name}"
@@ -176,8 +182,9 @@ class Saving:
 
         Raises:
             CheckpointError: it could not be written; older checkpoints are whole.
+            PeerError: another process is gone; they are whole too.
         """
-        self._thread.join()
+        self._until_written()
         if not self._agreed:
             failed = largest(self.comm, self.mesh, self.device, int(self.error is not None))
             self._agreed = True
@@ -186,6 +193,17 @@ class Saving:
         if self.error is not None:
             raise self.error
         return self.path
+
+
+    def _until_written(self) -> None:
+        """Until this process has written its part, and rank 0 the rest; one that is gone never will."""
+        lookout = Lookout(self.watch) if self.watch else None
+        while self._thread.is_alive():
+            self._thread.join(LOOK)
+            over = lookout.gone(range(self.mesh.world_size)) if lookout and self._thread.is_alive() else {}
+            if self.watch and any(why != "ended" for r, why in over.items() if r != self.watch.rank):
+                text = f"rank {self.watch.rank}: {self.path.name} is not written, older checkpoints are whole"
+                raise PeerError(text, self.watch.blame())
 
 
 # -- giving

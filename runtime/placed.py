@@ -126,11 +126,11 @@ class Placed:
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
-        saving = Saving(self, Path(path).absolute(), data, keep)
-        if wait:
-            saving.wait()
-        else:
-            self._saving = saving
+        with self._telling():
+            saving = Saving(self, Path(path).absolute(), data, keep)
+            if wait:
+                saving.wait()
+        self._saving = None if wait else saving
         return saving
 
     def load(self, path: str | Path, *, model_only: bool = False) -> Restored:

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from .faults import DivergedError, PeerError
-from .watch import SILENT, Note, Watch
+from .watch import Lookout, Watch
 
 LOOK = 0.5
 """Seconds after which a process that waits looks whether those it waits for are still there."""
@@ -68,7 +68,7 @@ class RollCall:
     def _wait(self, what: str, keys: list[str], ranks: list[int]) -> list[bytes]:
         """The values of keys that these ranks write."""
         begin, looked, pause = time.monotonic(), 0.0, 0.001
-        heard: dict[int, tuple[Note, float]] = {}
+        lookout = Lookout(self.watch)
         while not self._store.check(keys):
             time.sleep(pause)
             pause = min(1.5 * pause, 0.05)
@@ -77,24 +77,12 @@ class RollCall:
                 continue
             looked = waited
             late = [r for k, r in zip(keys, ranks, strict=True) if not self._store.check([k])]
-            why = self._lost(late, heard) or (f"within {self.timeout:g} s" if waited > self.timeout else "")
+            gone = lookout.gone(late)
+            why = next(iter(gone.values()), f"within {self.timeout:g} s" if waited > self.timeout else "")
             if late and why:
                 text = f"rank {self.watch.rank}: {what} failed, {ranks_text(late)} did not come ({why})"
                 raise PeerError(text, self.watch.blame())
         return self._store.multi_get(keys)
-
-    def _lost(self, late: list[int], heard: dict[int, tuple[Note, float]]) -> str:
-        """Why there is no use in waiting longer; "" where there is. `heard`: each rank's last note, and since when."""
-        over, notes, now = self.watch.ends(), self.watch.notes() or {}, time.monotonic()
-        if gone := [r for r in late if r in over]:
-            return f"it {over[gone[0]][0]}"
-        for r in late:
-            note = notes.get(r, Note())
-            if r not in heard or heard[r][0].beat != note.beat:
-                heard[r] = (note, now)
-            if now - heard[r][1] > SILENT * self.watch.beat:
-                return "silent"
-        return ""
 
 
 def odd(values: list[Any]) -> tuple[int, ...]:

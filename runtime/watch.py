@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -208,6 +208,30 @@ class Watch:
 
     def _read(self, key: str) -> bytes:
         return self.store.get(key) if self.store.check([key]) else b""
+
+
+class Lookout:
+    """Which ranks are gone, of those that one waits for."""
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+        self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last note, and since when that is the last
+
+    def gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Rank -> "raised", "left", "ended", or "silent" for one that has written no note for `SILENT` beats."""
+        over, notes, now = self.watch.ends(), self.watch.notes(), time.monotonic()
+        if notes is None:
+            return {0: "silent"}
+        found = {}
+        for r in ranks:
+            beat = notes[r].beat
+            if r not in self._heard or self._heard[r][0] != beat:
+                self._heard[r] = (beat, now)
+            if r in over:
+                found[r] = over[r][0]
+            elif now - self._heard[r][1] > SILENT * self.watch.beat:
+                found[r] = "silent"
+        return found
 
 
 def _verdict(me: int, before: dict[int, Note], now: dict[int, Note], ended: dict[int, tuple[str, str]]) -> str:
