@@ -3,8 +3,7 @@
     seconds = sum over rounds of  latency + max over members of max(bytes out, bytes in) / bandwidth
 
 Of a round the slowest link that it uses counts, with the `latency` and `bandwidth` of `hardware.Link`. A wire carries
-both directions at once. On a link that is a processor (`Link.together`: all ranks of one machine copy with the same
-cores) a round takes no less than all of its bytes over what the cores copy together.
+both directions at once; that ranks of one machine may copy with the same few cores is not in it.
 """
 
 from __future__ import annotations
@@ -40,15 +39,13 @@ def _line(program: HandProgram, levels: Levels) -> tuple[float, float]:
         fixed += max(links[w].latency for w in way)
         slowest = 0.0
         for w in set(way):
-            out, into, every = [0.0] * program.members, [0.0] * program.members, 0.0
+            out, into = [0.0] * program.members, [0.0] * program.members
             for m, on in zip(messages, way, strict=True):
                 if on == w:
                     share = len(m.chunks) / program.chunks
                     out[m.source] += share
                     into[m.to] += share
-                    every += share
-            busiest = max(*out, *into) / links[w].bandwidth
-            slowest = max(slowest, busiest, every / links[w].together if links[w].together else 0.0)
+            slowest = max(slowest, max(*out, *into) / links[w].bandwidth)
         rate += slowest
     return fixed, rate
 

@@ -44,7 +44,6 @@ class Link:
         lines: the protocols of a collective, of which the cheapest is taken; one of `latency` and `bandwidth` if empty.
         switch: the line of collectives that the switch computes (NVLS, SHARP); None where it does not.
         own: {kind of collective: lines} as measured, in place of `lines` and `switch`; as pairs.
-        together: bytes a second of all ranks together, where the link is one machine's cores; 0 where each has a wire.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Link:
     lines: tuple[Line, ...] = ()
     switch: Line | None = None
     own: tuple[tuple[str, tuple[Line, ...]], ...] = ()
-    together: float = 0.0
 
     def __hash__(self) -> int:
         return hash(self.name)  # links are keys of the caches that prices are looked up in
