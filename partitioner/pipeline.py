@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from .action import COMPUTE
 from .collective_cost import collective_seconds
 from .cost import nbytes
 from .cut_moves import even_ranks, sending_less
@@ -29,12 +28,13 @@ from .factors import Factored
 from .graph import Graph, is_getitem, is_tensor, where
 from .mesh import Mesh
 from .plan import Plan
-from .schedule import Schedule, from_text
+from .schedules.action import COMPUTE
 from .schedules.generate import NAMES, generate, in_flight_bound
-from .send_recv import with_transfers
+from .schedules.schedule import Schedule, from_text
+from .schedules.send_recv import with_transfers
+from .schedules.validate import validate
 from .stage_work import Work
 from .stages import Anchors, Stages, anchors, parameters_read, stages_of
-from .validate import validate
 
 STAGE = re.compile(r"stage \d+")
 """The text of a pin that says where a stage starts."""

@@ -20,7 +20,7 @@ from .strategies import Choice
 if TYPE_CHECKING:
     from .facts import Facts
     from .reasons import Reasons
-    from .schedule import Schedule
+    from .schedules.schedule import Schedule
     from .stages import Stages
     from .traffic import Traffic
 
@@ -150,7 +150,7 @@ class Plan:
         if axes != dict(mesh.axes):
             here = dict(mesh.axes)
             raise PlanError(f"the plan was made for the mesh {axes}, this is {here}; plan again without plan=")
-        from .schedule import from_text
+        from .schedules.schedule import from_text
         from .stages import Stages
 
         try:

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from .action import COMPUTE
 from .doing import by_module, module_of
 from .errors import PlanError
 from .explain import explain
 from .fold import Folder, pattern_of
 from .plan import Plan
-from .schedule import Schedule, flow
-from .send_recv import TICKS, start_ticks
+from .schedules.action import COMPUTE
+from .schedules.schedule import Schedule, flow
+from .schedules.send_recv import TICKS, start_ticks
 from .stage_text import stage_lines
 from .summary import gap_text, traffic_rows
 from .units import bytes_text, seconds_text

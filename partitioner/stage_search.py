@@ -24,14 +24,14 @@ from .micro import batch_sizes, can_be_cut, make_plan_in_time, retimed
 from .pipeline import Asked, Cutter, pipeline_axis, schedule_of
 from .plan import Plan
 from .planner import Options
-from .post_ahead import post_ahead
-from .schedule import Schedule
 from .schedules.generate import NAMES, generate
-from .send_recv import with_transfers
-from .simulate import simulate
+from .schedules.post_ahead import post_ahead
+from .schedules.schedule import Schedule
+from .schedules.send_recv import with_transfers
+from .schedules.simulate import simulate
+from .schedules.timeline import Timeline
 from .stage_work import Stagewise
 from .stages import Stages
-from .timeline import Timeline
 from .units import bytes_text, seconds_text
 
 COMPARED = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from .doing import module_of
 from .fold import MODEL, Folder
-from .grid import grid
 from .plan import Plan
+from .schedules.grid import grid
 from .units import bytes_text, seconds_text
 
 WIDE, RANKS = 110, 8

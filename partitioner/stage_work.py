@@ -30,8 +30,8 @@ from .parts import parts
 from .placement import place
 from .plan import Plan
 from .resting import rest_size, state_size
-from .schedule import Edge
-from .stage_cost import Costs, StageCost
+from .schedules.schedule import Edge
+from .schedules.stage_cost import Costs, StageCost
 from .stages import Anchors, Stages, needed_on, parameters_read
 from .strategies import is_view
 from .traffic import Moved

@@ -18,16 +18,16 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
-from ..partitioner.action import Action
 from ..partitioner.graph import Graph, Role, is_getitem
 from ..partitioner.parts import parts
 from ..partitioner.placement import Placement
-from ..partitioner.post_ahead import post_ahead
 from ..partitioner.program import Act, Collect
-from ..partitioner.schedule import Schedule
-from ..partitioner.send_recv import with_transfers
+from ..partitioner.schedules.action import Action
+from ..partitioner.schedules.post_ahead import post_ahead
+from ..partitioner.schedules.schedule import Schedule
+from ..partitioner.schedules.send_recv import with_transfers
+from ..partitioner.schedules.validate import validate
 from ..partitioner.stages import needed_on
-from ..partitioner.validate import validate
 from .aliases import may_alias
 from .draft import Draft
 from .overwrite import own_inputs

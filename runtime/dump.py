@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch.fx as fx
 
-from ..partitioner.grid import grid
 from ..partitioner.program import Act, Program
+from ..partitioner.schedules.grid import grid
 from .runner import Runner, sources
 
 

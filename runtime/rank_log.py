@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..partitioner.mesh import Mesh
-from ..partitioner.timeline import COMPUTE_STREAM
+from ..partitioner.schedules.timeline import COMPUTE_STREAM
 from ..partitioner.units import bytes_text
 from .comm import Expect, Pause, Post, Start, Wait
 

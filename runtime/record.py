@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..partitioner.mesh import Mesh
-from ..partitioner.timeline import COMPUTE_STREAM, Event, Timeline, write_trace
+from ..partitioner.schedules.timeline import COMPUTE_STREAM, Event, Timeline, write_trace
 from ..partitioner.transfer import Transfer
 from ..partitioner.units import seconds_text
 from .comm import Comm, Start, Wait

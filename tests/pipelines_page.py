@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from meshwright.partitioner.grid import grid
-from meshwright.partitioner.post_ahead import post_ahead
-from meshwright.partitioner.schedule import Schedule
 from meshwright.partitioner.schedules.generate import generate, in_flight_bound
-from meshwright.partitioner.send_recv import with_transfers
-from meshwright.partitioner.simulate import simulate
-from meshwright.partitioner.stage_cost import even_costs
-from meshwright.partitioner.timeline import Timeline
+from meshwright.partitioner.schedules.grid import grid
+from meshwright.partitioner.schedules.post_ahead import post_ahead
+from meshwright.partitioner.schedules.schedule import Schedule
+from meshwright.partitioner.schedules.send_recv import with_transfers
+from meshwright.partitioner.schedules.simulate import simulate
+from meshwright.partitioner.schedules.stage_cost import even_costs
+from meshwright.partitioner.schedules.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "pipelines.md"
@@ -33,7 +33,7 @@ ABOUT = {
 HEAD = """# Pipelines
 
 What a pipeline does with a model says [parallelism.md](parallelism.md). Its schedule is data: per rank a list of
-actions, each with a one-word text (`partitioner/action.py`), simulated, proved and walked as it stands.
+actions, each with a one-word text (`partitioner/schedules/action.py`), simulated, proved and walked as it stands.
 
     2F0 2B0 2W0 2BW0            stage 2, micro-batch 0: forward; gradient of inputs, of weights, of both at one go
     0SEND_F0>3 3RECV_F0<0       what forward of stage 0 hands to stage 3, as its two ends see it

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.partitioner.schedule import from_text
+from meshwright.partitioner.schedules.schedule import from_text
 from test_saved_pipelines import compiled
 
 

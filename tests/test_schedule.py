@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.partitioner.action import COMPUTE, SENDS, TRANSFERS, Action, parse_action
 from meshwright.partitioner.errors import ScheduleError
-from meshwright.partitioner.post_ahead import post_ahead
-from meshwright.partitioner.reductions import with_reductions
-from meshwright.partitioner.schedule import Schedule, chain, from_text
+from meshwright.partitioner.schedules.action import COMPUTE, SENDS, TRANSFERS, Action, parse_action
 from meshwright.partitioner.schedules.generate import NAMES, generate, in_flight_bound
-from meshwright.partitioner.send_recv import with_transfers
-from meshwright.partitioner.validate import validate
+from meshwright.partitioner.schedules.post_ahead import post_ahead
+from meshwright.partitioner.schedules.reductions import with_reductions
+from meshwright.partitioner.schedules.schedule import Schedule, chain, from_text
+from meshwright.partitioner.schedules.send_recv import with_transfers
+from meshwright.partitioner.schedules.validate import validate
 
 numbers = st.integers(0, 300)
 nothing = st.none()

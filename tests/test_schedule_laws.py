@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.partitioner.action import COMPUTE, RECEIVES, SENDS, Action
 from meshwright.partitioner.errors import ScheduleError
-from meshwright.partitioner.schedule import Schedule, flow, from_text
+from meshwright.partitioner.schedules.action import COMPUTE, RECEIVES, SENDS, Action
 from meshwright.partitioner.schedules.generate import generate, in_flight_bound
-from meshwright.partitioner.send_recv import needs, with_transfers
-from meshwright.partitioner.validate import validate
+from meshwright.partitioner.schedules.schedule import Schedule, flow, from_text
+from meshwright.partitioner.schedules.send_recv import needs, with_transfers
+from meshwright.partitioner.schedules.validate import validate
 
 BASES = [("gpipe", 3, 3), ("1f1b", 3, 4), ("interleaved", 2, 4), ("zb-h1", 3, 5), ("zb-v", 2, 5), ("dualpipe-v", 3, 6)]
 Corrupted = tuple[Schedule, list[str]]

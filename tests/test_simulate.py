@@ -6,17 +6,17 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.partitioner.action import COMPUTE, SENDS
 from meshwright.partitioner.errors import ScheduleError
-from meshwright.partitioner.grid import grid
-from meshwright.partitioner.post_ahead import post_ahead
-from meshwright.partitioner.reductions import with_reductions
-from meshwright.partitioner.schedule import Schedule, chain, flow, from_text
+from meshwright.partitioner.schedules.action import COMPUTE, SENDS
 from meshwright.partitioner.schedules.generate import NAMES, generate, in_flight_bound
-from meshwright.partitioner.send_recv import needs, with_transfers
-from meshwright.partitioner.simulate import simulate
-from meshwright.partitioner.stage_cost import Costs, StageCost, even_costs
-from meshwright.partitioner.timeline import Event, trace_events, write_trace
+from meshwright.partitioner.schedules.grid import grid
+from meshwright.partitioner.schedules.post_ahead import post_ahead
+from meshwright.partitioner.schedules.reductions import with_reductions
+from meshwright.partitioner.schedules.schedule import Schedule, chain, flow, from_text
+from meshwright.partitioner.schedules.send_recv import needs, with_transfers
+from meshwright.partitioner.schedules.simulate import simulate
+from meshwright.partitioner.schedules.stage_cost import Costs, StageCost, even_costs
+from meshwright.partitioner.schedules.timeline import Event, trace_events, write_trace
 from pipelines_page import page, rate, rows, timed, transferred
 
 PUBLISHED = rows()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from ..action import Action
+from .action import Action
 
 
 class Counting:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..action import Action
+from .action import Action
 from .counter import Counting
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..action import Action
 from ..errors import ScheduleError
-from ..schedule import Schedule
+from .action import Action
 from .dualpipe_v import dualpipe_v
 from .interleaved import ahead, interleaved
 from .plain import forward_only, gpipe, one_f_one_b
+from .schedule import Schedule
 from .zb_v import zb_v
 from .zero_bubble import zb_h1
 

@@ -12,7 +12,7 @@ more bubble than a multiple of p: on 4 ranks with v = 2 and 9 micro-batches 4.5 
 
 from __future__ import annotations
 
-from ..action import Action
+from .action import Action
 from .plain import in_turns
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..action import Action
+from .action import Action
 
 
 def gpipe(ranks: int, micro_batches: int, rank: int) -> list[Action]:

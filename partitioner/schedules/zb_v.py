@@ -7,7 +7,7 @@ left out. At most 2p pairs of a virtual stage and a micro-batch are in flight, a
 
 from __future__ import annotations
 
-from ..action import Action
+from .action import Action
 from .counter import Counting
 
 

@@ -8,7 +8,7 @@ p-r micro-batches that wait for B and r that wait for W: p in all, as much as ra
 
 from __future__ import annotations
 
-from ..action import Action
+from .action import Action
 from .plain import in_turns
 
 

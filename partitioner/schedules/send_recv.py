@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from ..collection import no_collection
+from ..errors import ScheduleError
 from .action import COMPUTE, Action
-from .collection import no_collection
-from .errors import ScheduleError
 from .placed import PLACED, faults_text, unplaced
 from .schedule import Edge, Flow, Schedule, flow
 from .waits import Wait, cycle_text

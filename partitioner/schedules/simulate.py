@@ -10,8 +10,8 @@ host stream, each started in its turn and waited for where its result is used.
 
 from __future__ import annotations
 
-from .collection import no_collection
-from .errors import ScheduleError
+from ..collection import no_collection
+from ..errors import ScheduleError
 from .schedule import Schedule
 from .stage_cost import Costs, StageCost
 from .timeline import COMPUTE_STREAM, Event, Steps, Timeline

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..errors import ScheduleError
 from .action import COMPUTE, RECEIVES, Action
-from .errors import ScheduleError
 from .schedule import Schedule
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..collection import no_collection
+from ..errors import ScheduleError
 from .action import COMPUTE, SENDS, TRANSFERS, Action
-from .collection import no_collection
-from .errors import ScheduleError
 from .placed import PLACED, faults_text, unplaced
 from .rendezvous import Mode, deadlock, meeting
 from .schedule import Edge, Flow, Schedule, flow

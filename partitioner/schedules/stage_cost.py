@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import ScheduleError
+from ..errors import ScheduleError
 from .schedule import Edge, Schedule
 
 

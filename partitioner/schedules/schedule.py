@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..errors import ScheduleError
 from .action import COMPUTE, TRANSFERS, Action, parse_action
-from .errors import ScheduleError
 
 Edge = tuple[int, int]
 """(source stage, target stage): forward of the target uses a value that forward of the source computes."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from .errors import ScheduleError
+from ..errors import ScheduleError
 
 COMPUTE = frozenset({"F", "B", "W", "BW"})
 SENDS = frozenset({"SEND_F", "SEND_B"})

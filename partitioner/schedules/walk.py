@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..errors import ScheduleError
 from .action import COMPUTE, RECEIVES, SENDS, Action
-from .errors import ScheduleError
 from .schedule import Schedule
 from .timeline import COMPUTE_STREAM
 from .waits import Wait, cycle_text
