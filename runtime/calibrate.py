@@ -106,9 +106,24 @@ def _agreed(cases: list[Case], device: torch.device) -> dict[str, list[tuple[flo
 
 def _agreed_rates(rates: DeviceRates, device: torch.device) -> DeviceRates:
     """The rates of the slowest rank, and the least memory."""
-    lowest = [-v for v in _over_ranks([-rates.copy, -rates.memory, *(-f for _, f in rates.flops)], device)]
+    share = core_share(device)
+    some = [rates.memory, share * rates.copy, *(share * f for _, f in rates.flops)]
+    memory, copy, *flops = (-v for v in _over_ranks([-v for v in some], device))
     names = [name for name, _ in rates.flops]
-    return DeviceRates(tuple(zip(names, lowest[2:], strict=True)), lowest[0], lowest[1])
+    return DeviceRates(tuple(zip(names, flops, strict=True)), copy, memory)
+
+
+def core_share(device: torch.device) -> float:
+    """Of a core, what a thread of a rank gets while all ranks of this machine compute.
+
+    The best of short runs is that of a core alone, but a step has all ranks at work at once: four on two cores get half
+    a core each. What other programs take is no property of the machine, and is not counted.
+    """
+    if device.type != "cpu" or not dist.is_initialized():
+        return 1.0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    return min(1.0, cores / (ranks * torch.get_num_threads()))
 
 
 def _over_ranks(values: list[float], device: torch.device) -> list[float]:

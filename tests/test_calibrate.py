@@ -179,8 +179,21 @@ def test_the_device_is_measured():
     assert 1e8 < found.device.matmul_flops < 1e15 and 1e8 < found.device.memory_bandwidth < 1e14
 
 
+@pytest.mark.parametrize(("ranks", "threads", "share"), [(2, 1, 1.0), (4, 1, 0.5), (2, 2, 0.5), (1, 4, 0.5)])
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int, share: float):
+    """Four ranks on two cores were each given a core, and plans that repeat work looked too cheap."""
+    assert module.core_share(module.torch.device("cpu")) == 1.0  # in one process
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert module.core_share(module.torch.device("cpu")) == share
+    assert module.core_share(module.torch.device("cuda")) == 1.0
+
+
 def two_processes(rank: int, world: int, folder: str) -> tuple[str, str]:
     module.measure_device = lambda device: DeviceRates(RATES.flops, 7e9 - rank, 0.0)
+    module.core_share = lambda device: 1.0  # whatever cores the tests run on
     found = calibrate(mw.Mesh(dp=world, device="cpu"), Path(folder, "c.json"))
     return str(found.as_dict()), str(Calibration.load(Path(folder, "c.json")).as_dict())
 
