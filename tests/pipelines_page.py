@@ -68,6 +68,19 @@ stage and a micro-batch between F and W, per rank. *Bubble*: the share of time t
 """
 
 SEARCH = """
+## Loops
+
+A step goes through its micro-batches once, unless a value must be whole over the batch before others can start; then it
+goes through them once more for it. `plan.summary()` says how often, and why (`partitioner/loops.py`; two whole summaries
+in `tests/golden/*_pp2_summary.txt`):
+
+    a step goes through 2 micro-batches in 2 loops
+      loop 2 needs whole over the batch: sum_2 of (model)
+
+That is the count of tokens over which the loss is a mean: the first loop counts, and costs next to nothing. A batch norm
+needs the mean of the batch, then its variance, and the sums of its gradients on the way back: three loops more a norm,
+each with the work since the one before.
+
 ## A step that ran, beside the simulated one
 
 ```python
@@ -91,7 +104,9 @@ links that take no time. A line says which rank the others wait for:
 holds it equal to the simulated count and within the bound, for all six.
 
 `python tests/pipelines_all.py` runs all six schedules on six meshes with p, 2p and 2p+1 micro-batches and five models:
-540 of 540 equalled one device (2026-11-30, 19 CPU minutes).
+540 of 540 equalled one device (2026-11-30, 19 CPU minutes), before cuts were moved (`cut_moves.py`) and gradients of a
+cross entropy were written over its logits. `python tests/pipelines_all.py third` runs each model, mesh and schedule
+together once (180 runs); it has not been run since.
 
 ## Stages found
 
@@ -105,7 +120,7 @@ there; the CPU time of the busier process is what a free machine would wait for.
 | encoder-decoder | encoder.3.n1 | 291 | 252 | 0.866 | 0.970 | 601 | 561 | 0.934 |
 | every third of experts | blocks.4.n1 | 302 | 280 | 0.927 | 0.951 | 655 | 582 | 0.889 |
 
-An earlier run of 7 had wall ratios of 0.947, 0.962 and 1.119.
+An earlier run of 7 had wall ratios of 0.947, 0.962 and 1.119. Both are from before cuts were moved.
 
 `OMP_NUM_THREADS=1 python benchmarks/plan_time.py --pipeline`: Llama-3-70B shapes, pp8 x dp8 x tp8 of h100, batch 1024 x
 8192, `schedule="auto"`, CPU seconds. The choice is DualPipe-V with 64 micro-batches, 18.4 s a step simulated (1F1B:
