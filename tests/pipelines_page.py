@@ -71,14 +71,14 @@ SEARCH = """
 ## Loops
 
 A step goes through its micro-batches once, unless a value must be whole over the batch before others can start; then it
-goes through them once more for it. `plan.summary()` says how often, and why (`partitioner/loops.py`; two whole summaries
-in `tests/golden/*_pp2_summary.txt`):
+goes through them once more for it. `plan.summary()` says how often, and why (`partitioner/loops.py`; whole summaries in
+`tests/golden/*_pp2_summary.txt`):
 
     a step goes through 2 micro-batches in 2 loops
       loop 2 needs whole over the batch: sum_2 of (model)
 
-That is the count of tokens over which the loss is a mean: the first loop counts, and costs next to nothing. A batch norm
-needs the mean of the batch, then its variance, and the sums of its gradients on the way back: three loops more a norm,
+That is the count of tokens over which the loss is a mean: the first loop counts, and costs next to nothing. A batch
+norm needs the mean of the batch, then its variance, and the sums of its gradients on the way back: three loops more a norm,
 each with the work since the one before.
 
 ## A step that ran, beside the simulated one
