@@ -27,21 +27,23 @@ from .partitioner.planner import Options, replan
 from .partitioner.precision import LossScale, Precision, precision_of
 from .partitioner.stage_search import plan_step
 from .partitioner.sync_clock import Delay
+from .partitioner.sync_rules import Sync, sync_of
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
 from .runtime.checks import check_call, check_options, check_search, check_target, under_first_names
 from .runtime.compiled import Compiled
-from .runtime.launch import check_by_hand, check_world, device_here, mesh_here
+from .runtime.launch import check_by_hand, check_world, device_here, launched, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
 from .runtime.request import Request, Settings, check_loss, needs_target
 from .runtime.sync import ParameterServer
 from .runtime.verify import VerifyError
+from .runtime.worker import Worker, check_sync
 
 __all__ = [
     "Calibration", "CalibrationError", "CaptureError", "CheckpointError", "Compiled", "Delay", "LawError", "LossScale",
-    "Mesh", "MeshwrightError", "Offload", "ParameterServer", "Plan", "PlanError", "Precision", "VerifyError",
-    "auto_mesh", "calibrate", "clip_grad_norm_", "compile",
+    "Mesh", "MeshwrightError", "Offload", "ParameterServer", "Plan", "PlanError", "Precision", "Sync", "VerifyError",
+    "Worker", "auto_mesh", "calibrate", "clip_grad_norm_", "compile",
 ]  # fmt: skip
 __version__ = "0.1.0"
 log = logging.getLogger("meshwright")
@@ -70,6 +72,8 @@ def compile(
     timeout: float | None = None,
     check_every: int | None = None,
     collectives: str = "torch",
+    sync: str | Sync = "sync",
+    k: int | None = None,
     seed: int = 0,
 ) -> Compiled:
     """Compile a model for a mesh of devices.
@@ -110,10 +114,14 @@ def compile(
         collectives: who carries out all-reduces, reduce-scatters and all-gathers: "torch", or messages between two
             ranks by "ring", "bidirectional", "hierarchical", "halving", "tree", "server" or "server:4" (as many
             shards); "auto" is the cheapest of these at each size.
+        sync: of data-parallel processes: "sync" is lock step; "ps-sync", "k-sync", "k-batch-sync", "async", "k-async",
+            "k-batch-async" are workers of a parameter server, each with the whole model and its own mini-batches; or
+            a `Sync`, which has more to say. See docs/sync.md.
+        k: gradients an update, of those that start with "k-".
         seed: of dropout and every other random op; the numbers are the same on every mesh.
 
     Returns:
-        A `Compiled`: call it as the model, or `step` it.
+        A `Compiled`: call it as the model, or `step` it. (With another `sync` than "sync" a `Worker`, which is one.)
 
     Raises:
         PlanError: the options contradict each other or the mesh; the message names the facts.
@@ -130,6 +138,13 @@ def compile(
     check_world(mesh, inputs)
     device = device_here()
     check_by_hand(collectives, device)
+    kept = sync_of(sync, k)
+    if kept.name == "sync":
+        kept.check(mesh.world_size)
+    else:
+        given = {"optimizer": optimizer, "clip_grad_norm": clip_grad_norm, "zero": zero, "check_every": check_every}
+        check_sync(kept, mesh, launched(), given)
+        mesh, inputs = Mesh(dp=1, device=mesh.device.name), "global"
     pin = under_first_names(model, pin or {})
     rest, keep = keep_pins(pin)
     layouts, starts = stage_pins(rest)
@@ -181,7 +196,11 @@ def compile(
         collectives=collectives,
         build=build,
     )
-    compiled = Compiled(model, mesh, device, settings)
+    compiled = (
+        Compiled(model, mesh, device, settings)
+        if kept.name == "sync"
+        else Worker(model, mesh, device, settings, kept)
+    )
     given = dict(kwargs or {})
     target = given.pop("target", None)
     if (args or given) and needs_target(loss) and target is None:

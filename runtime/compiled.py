@@ -61,7 +61,7 @@ class Compiled(Planned):
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         trained = any(p.requires_grad for p in self.model.parameters())
-        inputs = _tensors((args, kwargs, None))
+        inputs = tensors_of((args, kwargs, None))
         wanted = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in inputs))
         runner = self._runner(Request("autograd" if wanted else "forward", args, kwargs))
         self._compare(runner, inputs)
@@ -88,7 +88,7 @@ class Compiled(Planned):
         self._zero_grad()
         runner.scale = self.scaler.tensor(self.device) if self.scaler else None
         buffers = dict(self._have_state().buffers)
-        inputs = _tensors((args, kwargs, target))
+        inputs = tensors_of((args, kwargs, target))
         due = self._compare(runner, inputs) and not self.scaler
         runner.origins = {r: Origin() for r in self.comm.ranks} if due else {}
         (loss,) = runner.run(inputs, self._next_step(), self.settings.local_inputs)
@@ -227,5 +227,5 @@ class Compiled(Planned):
         return self.train(False)
 
 
-def _tensors(call: Any) -> list[torch.Tensor]:
+def tensors_of(call: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(call) if isinstance(x, torch.Tensor)]

@@ -51,7 +51,7 @@ def undisturbed() -> list[float]:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_four_then_three_then_four_processes_train_as_one(tmp_path: Path):
-    port, end = _free_port(), time.monotonic() + 600
+    port, end = _free_port(), time.monotonic() + 1500
     agents = [agent(tmp_path, port, host=i == 0, dies=i == 3) for i in range(4)]
     try:
         while not (tmp_path / "waits").exists():

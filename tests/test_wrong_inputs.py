@@ -46,6 +46,10 @@ def step(model: nn.Module | None = None, on: Any = None, x: torch.Tensor | None 
     return compiled
 
 
+def dp2(**options: Any) -> mw.Compiled:
+    return step(on=mesh(dp=2), **options)
+
+
 def untouched(**options: Any) -> mw.Compiled:
     return mw.compile(mlp(), mesh(), **options)
 
@@ -262,6 +266,10 @@ WRONG = [
     ),
     Wrong("offload without an optimizer", lambda: step(offload="full"), "no optimizer; leave offload= out"),
     Wrong("a timeout that is no time", lambda: step(timeout=0), "timeout=0; seconds"),
+    Wrong("a synchronisation that there is not", lambda: step(sync="soon"), "sync='soon'; 'k-async'"),
+    Wrong("workers in one process", lambda: dp2(sync="async"), "needs one process a worker; mw.ParameterServer"),
+    Wrong("a K beside lock step", lambda: dp2(k=2), "k=2 goes with; leave it out"),
+    Wrong("workers on other axes than dp", lambda: step(sync="k-sync", k=1), "mesh tp=2 has more than dp"),
     Wrong("checks that never come", lambda: step(check_every=0), "check_every=0; at least 1"),
     Wrong('precision="bf8"', lambda: step(precision="bf8"), "precision='bf8'; None, 'bf16', 'fp16' or a Precision"),
     Wrong("a torch dtype as the precision", lambda: step(precision=torch.bfloat16), "'bf16', 'fp16' or a Precision"),
