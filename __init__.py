@@ -13,6 +13,7 @@ import torch.nn as nn
 from .partitioner.calibration import Calibration
 from .partitioner.capture import capture
 from .partitioner.errors import CalibrationError, CaptureError, LawError, MeshwrightError, PlanError
+from .partitioner.fuse import wanted
 from .partitioner.given_stages import check_beside, check_layouts_beside
 from .partitioner.graph import Graph
 from .partitioner.heads import fitted_mesh
@@ -62,6 +63,7 @@ def compile(
     schedule: str = "auto",
     offload: str | Offload = "none",
     recompute: str = "auto",
+    fuse: str = "auto",
     precision: str | Precision | None = None,
     clip_grad_norm: float | tuple[float, float] | None = None,
     memory: int | None = None,
@@ -95,6 +97,8 @@ def compile(
             `Offload` that says how much of it.
         recompute: what backward makes again in the place of keeping it: "none"; "full": of every block all but its
             inputs; "auto": what `memory` needs, nothing without it.
+        fuse: which chains of ops become one op (an activation times a gate, dropout with its residual, norms that a
+            model writes out): "all", "none", or "auto": all on a GPU, none on a CPU, where they have no kernels.
         precision: None (the model's own dtypes), "bf16", "fp16" (with a dynamic loss scale), or a `Precision`: the
             parameters stay float32 and the program computes in working copies of them.
         clip_grad_norm: max norm, or (max norm, norm type), of all gradients together.
@@ -131,8 +135,8 @@ def compile(
     check_loss(loss)
     check_options(
         model, mesh, args=args, loss=loss, optimizer=optimizer, zero=zero, micro_batches=micro_batches,
-        schedule=schedule, offload=offload, recompute=recompute, precision=precision, clip_grad_norm=clip_grad_norm,
-        memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout,
+        schedule=schedule, offload=offload, recompute=recompute, fuse=fuse, precision=precision,
+        clip_grad_norm=clip_grad_norm, memory=memory, pin=pin, plan=plan, batch_dims=batch_dims, timeout=timeout,
         check_every=check_every, collectives=collectives, seed=seed,
     )  # fmt: skip
     check_world(mesh, inputs)
@@ -155,6 +159,7 @@ def compile(
         return capture(
             model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
             backward=request.form != "forward", batch_dims=batch_dims, precision=low,
+            fused=wanted(fuse, mesh.device.name),
         )  # fmt: skip
 
     def build(request: Request):
@@ -253,16 +258,17 @@ def auto_mesh(
     check_search(devices, per_node, links, args, kwargs)
     check_options(
         model, Mesh(dp=devices, device=device), args=args, loss=loss, optimizer=None, zero=zero,
-        micro_batches=micro_batches, schedule=schedule, offload="none", recompute=recompute, clip_grad_norm=None,
-        memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, precision=None,
+        micro_batches=micro_batches, schedule=schedule, offload="none", recompute=recompute, fuse="auto",
+        clip_grad_norm=None, memory=memory, pin=None, plan=None, batch_dims=batch_dims, timeout=None, precision=None,
         check_every=None, collectives="torch", seed=seed,
     )  # fmt: skip
     given, named = dict(kwargs or {}), links or {}
     request = Request("step", tuple(args), given, given.pop("target", None))
-    graph = capture(
-        model, request.args, given, target=request.target, loss=_loss(loss, request), seed=seed, batch_dims=batch_dims
-    )
     preset = Mesh(dp=devices, device=device).device
+    graph = capture(
+        model, request.args, given, target=request.target, loss=_loss(loss, request), seed=seed, batch_dims=batch_dims,
+        fused=wanted("auto", preset.name),
+    )  # fmt: skip
     nodes_of = per_node or (devices if preset.name == "cpu" else next(k for k in range(8, 0, -1) if devices % k == 0))
     machine = Machine(devices, nodes_of, preset.name, named.get("gpu"), named.get("node", "ib-ndr"))
     room = int(preset.memory) if memory is None else memory

@@ -58,17 +58,19 @@ def keep_below(p: float) -> int:
 
 
 def dropout(
-    x: torch.Tensor, p: float, seed: int, op: int, step: int, pieces: Pieces
+    x: torch.Tensor, p: float, seed: int, op: int, step: int, pieces: Pieces, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x · mask / (1 - p), mask), mask = u < 1 - p."""
+    """(x · mask / (1 - p) + residual, mask), mask = u < 1 - p."""
     if p >= 1.0 or p <= 0.0:
         mask = torch.full(x.shape, p <= 0.0, dtype=torch.bool, device=x.device)
-        return (x * 1.0 if p <= 0.0 else torch.zeros_like(x)), mask
+        y = x * 1.0 if p <= 0.0 else torch.zeros_like(x)
+        return y if residual is None else y.add_(residual), mask
     below = keep_below(p)
     if x.device.type == "cuda" and fits(x, pieces):
-        return triton_dropout(x, p, below, seed, op, step, pieces)
+        return triton_dropout(x, p, below, seed, op, step, pieces, residual=residual)
     mask = elements(pieces, seed, op, step, 1, lambda w: [x < below for x in w], torch.bool, x.device)
-    return (x * mask).mul_(1.0 / (1.0 - p)), mask
+    y = (x * mask).mul_(1.0 / (1.0 - p))
+    return y if residual is None else y.add_(residual), mask
 
 
 def uniform(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,9 @@ from .call import Call, Joint
 from .canonical import clean, place_random_ops, start_from_loss
 from .collection import no_collection
 from .errors import CaptureError
+from .fuse import fuse, notes_of
 from .graph import Graph
+from .known import known_modules
 from .lines import line_of
 from .outputs import result_builder
 from .precision import Precision, raise_gradients
@@ -61,6 +64,7 @@ def capture(
     seed: int = 0,
     batch_dims: dict[Any, int | None] | None = None,
     precision: Precision | None = None,
+    fused: bool = False,
 ) -> Graph:
     """The graph of one call of `program`.
 
@@ -73,12 +77,15 @@ def capture(
         seed: of the random ops.
         batch_dims: {argument index or name: dim, or None for no batch}; see `Graph.batch`.
         precision: what the program computes in; see `precision.py`.
+        fused: chains of ops become one op where there is one; see `fuse.py`, `known.py`.
 
     Raises:
         CaptureError: the program depends on data in a way no fixed graph can hold; names the user's line.
     """
     call = Call(program, args, kwargs, target, loss, precision)
-    with _named_faults(program), no_collection():
+    found: Counter[str] = Counter()
+    known = known_modules(program, found) if fused else contextlib.nullcontext()
+    with _named_faults(program), no_collection(), known:
         joint = _traced(call, backward)
         graph, roles = joint.graph, joint.inputs
         _refuse_sparse(joint)
@@ -87,6 +94,8 @@ def capture(
         raise_gradients(graph, joint.outputs, precision, call.masters)
         graph, roles = place_random_ops(graph, roles, seed)
         clean(graph)
+        if fused:
+            found += fuse(graph)
     named = pytree.tree_flatten_with_path((args, kwargs, {"target": target}))[0]
     paths = [pytree.keystr(p) for p, x in named if isinstance(x, torch.Tensor)]
     return Graph(
@@ -97,6 +106,7 @@ def capture(
         result_builder(call.traced),
         tuple(map(_path_name, paths)),
         batch_of(args, {**kwargs, "target": target}, batch_dims or {}),
+        notes=notes_of(found),
         precision=precision,
         masters=call.masters,
     )

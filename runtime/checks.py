@@ -148,6 +148,8 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if given["recompute"] not in ("auto", "none", "full"):
         what = f"recompute={given['recompute']!r}"
         yield f"{what}: say 'auto', 'none' or 'full'; pin={{'layers.*': 'recompute'}} names parts"
+    if given["fuse"] not in ("auto", "none", "all"):
+        yield f"fuse={given['fuse']!r}: say 'auto', 'none' or 'all'"
     precision = given["precision"]
     yield from (precision if isinstance(precision, Precision) else Precision(precision)).faults()
     yield from _clip(given["clip_grad_norm"])

@@ -384,6 +384,7 @@ WRONG = [
         "collectives='star'; 'ring'; 'hierarchical'; 'auto'",
     ),
     Wrong("zero=7", lambda: step(zero=7), "zero=7; 0, 1, 2, 3 or 'auto'"),
+    Wrong("fuse=True", lambda: step(fuse=True), "fuse=True; 'auto', 'none' or 'all'"),
     Wrong("recompute=True", lambda: step(recompute=True), "recompute=True; 'auto', 'none' or 'full'; pin="),
     Wrong(
         "a pin of what is kept that names nothing",

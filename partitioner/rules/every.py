@@ -12,6 +12,7 @@ from . import (
     contraction,
     conv,
     factories,
+    gated,
     images,
     index,
     linear_loss,
@@ -52,6 +53,7 @@ TABLE: Table = merged(
         linear_loss.TABLE,
         scan.TABLE,
         random.TABLE,
+        gated.TABLE,
     )
 )
 """Every op overload with a rule of its own."""

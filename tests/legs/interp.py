@@ -18,7 +18,7 @@ from legs import interpreter
 interpreter.start()
 
 import torch  # noqa: E402
-from meshwright.kernels import dropout, logit_rows, philox, random, rms_norm  # noqa: E402
+from meshwright.kernels import dropout, gated, logit_rows, philox, random, rms_norm  # noqa: E402
 from meshwright.kernels import linear_cross_entropy as lce  # noqa: E402
 
 from legs.error import within  # noqa: E402
@@ -127,3 +127,18 @@ def test_dropout_has_the_bits_of_torch(pieces):
         got, kept = dropout.triton_dropout(x, p, random.keep_below(p), **key, bias=bias, residual=residual)
         assert (kept == mask).all()
         within((got, residual.double() + (x.double() + bias.double()) * mask / (1 - p)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", gated.ACTS)
+def test_gated(act, dtype):
+    """Halves of one tensor, a strided gate, an expanded gradient, nothing."""
+    for rows, n in ((3, 1003), (5, 1), (0, 8), (2, gated.BLOCK + 1)):
+        both = torch.randn(rows, 2 * n) * 3
+        gate, up = both.to(dtype).chunk(2, -1)
+        gate = gate if rows != 3 else strided(rows, n, dtype=dtype)
+        grad = torch.randn(n).to(dtype).expand(rows, n)
+        made = (gated.triton_forward(gate, up, act), *gated.triton_backward(grad, gate, up, act))
+        wide = gate.double(), up.double(), act
+        exact = (gated._forward(*wide), *gated._backward(grad.double(), *wide))
+        within(*zip(made, exact, strict=True), times=2.0 if dtype == torch.float16 else 1.3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.kernels import dropout, logit_rows, rms_norm
+from meshwright.kernels import dropout, gated, logit_rows, rms_norm
 
 from legs.machine_code import Case
 
@@ -34,4 +34,10 @@ for _together in (True, False):
         dropout.dropout_kernel,
         "*bf16 *bf16 *bf16 *bf16 *i1 i32 i32 fp32 i64 i64 i32 i32 i32 i32 i32 i32 i32 i32 i32",
         {"BIAS": True, "RESIDUAL": True, "TOGETHER": _together, "BLOCK": dropout.BLOCK},
+    )
+for _act in gated.ACTS:
+    _gate = {"ACT": _act, "BLOCK": gated.BLOCK}
+    KERNELS[f"gated {_act}"] = Case(gated.forward_kernel, "*bf16 *bf16 *bf16 i32 i32 i32", _gate)
+    KERNELS[f"gated_backward {_act}"] = Case(
+        gated.backward_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32", _gate
     )

@@ -1,0 +1,177 @@
+"""Chains that become one op: how many in each model, equal numbers with and without, and what must stay as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import meshwright as mw
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import all_too_far, exact_copy, exact_inputs, too_far
+from meshwright.kernels import gated
+from meshwright.partitioner.capture import capture
+from meshwright.partitioner.known import known_modules
+from rulecheck import check_call
+from torch import nn
+from zoo import ZOO
+
+ops = torch.ops.meshwright
+MODELS = ("llama", "qwen3", "gemma", "gpt2", "bert", "t5", "vit")
+
+
+def fused(model: nn.Module, batch: dict[str, Any], all_of_it: bool = True):
+    return capture(model, (), batch, fused=all_of_it)
+
+
+def test_what_is_fused_in_each_model(golden):
+    lines = []
+    for name in MODELS:
+        torch.manual_seed(0)
+        model, batch = ZOO[name]()
+        plain, graph = fused(model, batch, False), fused(model, batch)
+        lines.append(f"{name}: {len(plain.fx.nodes)} nodes, {len(graph.fx.nodes)} fused; {'; '.join(graph.notes)}")
+        assert not any("forward" in vars(m) for m in model.modules())
+    assert golden("fused.txt", "\n".join(lines) + "\n")
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name, axes",
+    [
+        ("llama", {"tp": 2}),
+        pytest.param("llama", {"dp": 2, "tp": 2}, marks=SLOW),
+        pytest.param("gemma", {"tp": 2}, marks=SLOW),
+        pytest.param("t5", {"dp": 2}, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_equal_to_eager(name, axes):
+    torch.manual_seed(0)
+    model, batch = ZOO[name]()
+    exact = exact_copy(model)
+    want, true = model(**batch), exact(**exact_inputs(batch))
+    want.backward()
+    true.backward()
+    compiled = mw.compile(model, mw.Mesh(**axes, device="cpu"), fuse="all")
+    loss = compiled.step(**batch)
+    assert too_far(loss, want.detach(), true.detach()) is None
+    eager, true_grads = ({n: p.grad for n, p in m.named_parameters()} for m in (model, exact))
+    assert all_too_far("gradient", compiled.gather("grads"), eager, true_grads) == []
+    assert any(note.startswith("fused: ") for note in compiled.plan.notes)
+
+
+class Block(nn.Module):
+    """Each of the chains once: a merged gate, dropout before a residual, a sum that is read twice."""
+
+    def __init__(self, act: Any):
+        super().__init__()
+        self.act = act
+        self.both, self.down = nn.Linear(6, 16), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return x + F.dropout(self.down(self.act(gate) * up), 0.4)
+
+
+ACTS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=SLOW)], ids=str)
+def test_on_and_off_are_equal(axes):
+    """The same masks, and gradients of one precision, whatever is fused."""
+    x, found = torch.randn(8, 5, 6), []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(a) for a in ACTS.values()))
+    for option in ("none", "all"):
+        more: dict[str, Any] = {"micro_batches": 2} if "pp" in axes else {}
+        compiled = mw.compile(model, mw.Mesh(**axes, device="cpu"), fuse=option, loss=torch.mean, seed=3, **more)
+        loss = compiled.step(x)
+        found.append({"loss": loss, **compiled.gather("grads")})
+        assert any("fused: 3 x dropout + residual, 2 x geglu, 1 x swiglu" in n for n in compiled.plan.notes) == (
+            option == "all"
+        ), compiled.plan.notes
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=2e-5, atol=1e-6)
+
+
+def test_what_is_read_elsewhere_stays():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            s, d = F.silu(self.a(x)), F.dropout(self.b(x), 0.5)
+            return (s * self.b(x) + s + (d + x) * d + F.silu(x) * x[:1]).sum()
+
+    graph = capture(Odd(), (torch.randn(4, 6),), {}, fused=True)
+    assert not any(n.target in (ops.gated.default, ops.gated_backward.default) for n in graph.fx.nodes)
+    assert any(n.startswith("1 x dropout + residual not fused") for n in graph.notes), graph.notes
+    assert any("swiglu not fused" in n for n in graph.notes), graph.notes
+
+
+class Norm(nn.Module):
+    """x w / sqrt(mean(x²) + eps), but for what `twist` does to it."""
+
+    def __init__(self, twist: str = "", n: int = 6):
+        super().__init__()
+        self.scale, self.eps, self.twist = nn.Parameter(torch.rand(n) + 0.5), 1e-3, twist
+
+    def forward(self, x):
+        eps = 0.0 if self.twist == "no eps" else self.eps
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        if self.twist == "clamped":
+            root = root.clamp(max=3.0)
+        y = x * root * self.scale
+        return y.float() if self.twist == "wide" else y + 1e-3 if self.twist == "shifted" else y
+
+
+@pytest.mark.parametrize("twist", ["", "no eps", "clamped", "shifted", "wide"])
+def test_only_the_formula_is_known(twist):
+    found: Counter[str] = Counter()
+    model = Norm(twist).bfloat16() if twist == "wide" else Norm(twist)
+    with known_modules(nn.Sequential(model), found):
+        pass
+    assert found["rms norm"] == (twist == "")
+
+
+def test_under_autocast_and_beside_other_dtypes_a_norm_stays():
+    model = nn.Sequential(Norm(), nn.Linear(6, 6)).double()
+    double, single = torch.randn(2, 6).double(), torch.randn(2, 6)
+    for x, cast in ((double, False), (single, False), (double, True)):
+        own = model if x.dtype == torch.float64 else nn.Sequential(model[0])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            graph = capture(own, (x,), {}, backward=False, fused=True)
+        one = any(n.target is ops.rms_norm.default for n in graph.fx.nodes)
+        assert one == (x.dtype == torch.float64 and not cast)
+
+
+def test_gated_rules_and_gradients():
+    g, u, grad = (torch.randn(4, 6) for _ in range(3))
+    for act in gated.ACTS:
+        assert check_call(ops.gated.default, (g, u, act))
+        assert check_call(ops.gated_backward.default, (grad, g, u, act))
+        wide = [t[:2].double().requires_grad_() for t in (g, u)]
+        assert torch.autograd.gradcheck(lambda a, b, act=act: ops.gated(a, b, act), wide)
+    torch.library.opcheck(ops.gated.default, (g.requires_grad_(), u.requires_grad_(), "silu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_is_as_near_as_torch(dtype):
+    for act, plain in ACTS.items():
+        for shape in ((5, 7), (1, 1), (0, 3)):
+            both = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)
+            g, u = both.chunk(2, -1)
+            grad = torch.randn(shape[-1]).to(dtype).expand(shape)
+            exact = [t.double().requires_grad_() for t in (g, u)]
+            eager = [t.detach().clone().requires_grad_() for t in (g, u)]
+            true, want = (plain(a) * b for a, b in (exact, eager))
+            trues = torch.autograd.grad(true, exact, grad.double())
+            wants = torch.autograd.grad(want, eager, grad)
+            got = (ops.gated(g, u, act), *ops.gated_backward(grad, g, u, act))
+            for ours, theirs, e in zip(got, (want, *wants), (true, *trues), strict=True):
+                assert (ours.double() - e).norm() <= 2 * (theirs.double() - e).norm() + 1e-7
