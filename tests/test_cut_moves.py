@@ -44,7 +44,7 @@ def test_ranks_are_even_where_a_head_costs_more_than_a_stage():
     """Even stages would leave a rank with 12 of 20; three stages beside the head cannot cost as much as it."""
     seconds, sent = [1.0] * 12 + [8.0], [0.0] * 13
     cuts = best_cuts(seconds, sent, 4)
-    assert cuts == [4, 8, 12]
+    assert cuts is not None and cuts == [4, 8, 12]
     moved = even_ranks(seconds, sent, cuts, (0, 1, 0, 1))
     assert ranks(stage_costs(seconds, sent, moved), (0, 1, 0, 1)) == [10, 10]
     assert even_ranks(seconds, sent, cuts, (0, 1, 0, 1), (1, 2, 3)) == cuts, "all are pinned"
