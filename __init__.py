@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,16 @@ from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
 from .partitioner.mesh_search import Machine, Search
 from .partitioner.offload import Offload, offload_of
+from .partitioner.peak_fit import PeakFit
 from .partitioner.pipeline import Asked, stage_pins
 from .partitioner.plan import Plan
 from .partitioner.planner import Options, replan
 from .partitioner.precision import LossScale, Precision, precision_of
+from .partitioner.program import Program
 from .partitioner.stage_search import plan_step
 from .partitioner.sync_clock import Delay
 from .partitioner.sync_rules import Sync, sync_of
+from .passes.laws import check_peak
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
@@ -152,18 +156,22 @@ def compile(
     pin = under_first_names(model, pin or {})
     rest, keep = keep_pins(pin)
     layouts, starts = stage_pins(rest)
-    low = precision_of(precision)
+    low, away = precision_of(precision), offload_of(offload)
 
     def captured(request: Request) -> Graph:
         check_call(model, request.args, request.kwargs, request.target, loss)
-        return capture(
+        graph = capture(
             model, request.args, request.kwargs, target=request.target, loss=_loss(loss, request), seed=seed,
             backward=request.form != "forward", batch_dims=batch_dims, precision=low,
             fused=wanted(fuse, mesh.device.name),
         )  # fmt: skip
+        return replace(graph, moments=0) if away.offload_optimizer != "none" and away.ratio == 1 else graph
 
-    def build(request: Request):
-        """The whole story: capture, plan, lower."""
+    def lowered(request: Request, graph: Graph, made: Plan) -> Program:
+        return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
+
+    def build(request: Request) -> Program:
+        """The whole story: capture, plan, lower; with `memory=` until the peak fits."""
         graph = captured(request)
         mesh_now = request.mesh or fitted_mesh(mesh, graph)
         chosen = Plan.from_text(plan, mesh_now) if isinstance(plan, str) else plan
@@ -180,13 +188,20 @@ def compile(
             graph = replace(captured(replace(request, args=args, kwargs=kwargs, target=target)), batch=dims)
         resting = request.resting or (chosen and chosen.resting)
         stage = zero if request.zero is None else request.zero
-        options = Options(zero=stage, memory=memory, pin=layouts, resting=resting, recompute=recompute, keep=keep)
+        options = Options(zero=stage, pin=layouts, resting=resting, recompute=recompute, keep=keep)
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
-        else:
-            stages = request.stages or (chosen and chosen.stages)
-            graph, made = plan_step(graph, mesh_now, options, parts, Asked(schedule, often, stages, starts))
-        return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
+            return lowered(request, graph, made)
+        asked = Asked(schedule, often, request.stages or (chosen and chosen.stages), starts)
+
+        def planned(limit: float | None) -> tuple[Graph, Plan]:
+            return plan_step(graph.copy(), mesh_now, replace(options, memory=limit), parts, asked)
+
+        if memory is None:
+            return lowered(request, *planned(None))
+        program = PeakFit(planned, partial(lowered, request), compiled.memory_model).within(memory)
+        check_peak(program.plan)
+        return program
 
     settings = Settings(
         loss=loss,
@@ -196,7 +211,7 @@ def compile(
         seed=seed,
         timeout=timeout,
         check_every=check_every,
-        offload=offload_of(offload),
+        offload=away,
         precision=low,
         collectives=collectives,
         build=build,

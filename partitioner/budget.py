@@ -17,7 +17,7 @@ import numpy as np
 import torch.fx as fx
 
 from .elimination import Problem, Store, objective
-from .errors import PlanError
+from .errors import TooLittle
 from .solve import Solution, solve
 from .tables import Copy, Tables
 
@@ -39,7 +39,7 @@ def within(tables: Tables, budget: float, saved: frozenset[fx.Node]) -> tuple[So
     """The solution whose bytes are at most the budget, and the tensors that backward makes again.
 
     Raises:
-        PlanError: no plan fits.
+        TooLittle: no plan fits.
     """
     search, hubs = _Search(tables, saved), tables.hubs()
     loose = search.at(0.0, hubs)
@@ -49,10 +49,11 @@ def within(tables: Tables, budget: float, saved: frozenset[fx.Node]) -> tuple[So
     if tight.nbytes > budget:
         rest = sum(float(m[v]) for v, m, w in zip(tight.values, search.memory, tables.variables, strict=True) if w.name)
         mesh = tables.prices.mesh
-        raise PlanError(
+        raise TooLittle(
             f"memory={budget:.0f} bytes a device cannot hold this model on mesh {mesh}: the smallest plan "
             f"takes {tight.nbytes:.0f}, {rest:.0f} of it parameters, gradients and optimizer state, the rest what "
-            f"backward reads. Leave zero= and pins open, give dp or tp more ranks, a smaller batch, or more memory"
+            f"backward reads. Leave zero= and pins open, give dp or tp more ranks, a smaller batch, or more memory",
+            tight.nbytes,
         )
     bound = search.bound - search.price * budget
     for _ in range(STEPS):

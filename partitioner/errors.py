@@ -15,6 +15,14 @@ class PlanError(MeshwrightError):
     """No plan meets what was asked: a pin, a budget, a mesh or a batch; the message names the facts in conflict."""
 
 
+class TooLittle(PlanError):
+    """`memory=` cannot be met. `least`: bytes of the plan found that takes least, by whatever was counted."""
+
+    def __init__(self, message: str, least: float):
+        super().__init__(message)
+        self.least = least
+
+
 class LawError(MeshwrightError):
     """A pass broke a law: a defect of the compiler. The message names law, pass, node, neighbours, source line."""
 

@@ -232,7 +232,8 @@ def _why_there(plan: Plan, name: str, told: set[tuple[Term, ...]]) -> Iterator[s
     if asked.get("zero", "auto") != "auto":
         yield f"  zero={asked['zero']} was asked for"
     if asked.get("memory") is not None:
-        yield f"  memory={asked['memory']} bytes a device were asked for"
+        peak = f"; the peak is {plan.facts.peak}" if plan.facts is not None and plan.facts.peak else ""
+        yield f"  memory={asked['memory']} bytes a device were asked for{peak}"
     if plan.decisions is None:
         yield "  as the given plan says"
         return

@@ -25,6 +25,21 @@ from .plan import Plan
 from .resting import STEP_BYTES, rest_size
 from .rules.split import Leaf
 from .traffic import Moved, Traffic, local_seconds, moves_of, totals
+from .units import bytes_text
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that a rank holds over a step (`memory.py`): which rank, at which call, of which module."""
+
+    nbytes: int
+    rank: int
+    at: str
+    module: str
+
+    def __str__(self) -> str:
+        where = f"{self.at} of {self.module}" if self.module else self.at
+        return f"{bytes_text(self.nbytes)}, on rank {self.rank} at {where}"
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class Facts:
     optimizer: per parameter the seconds of its optimizer step.
     loops: per loop over micro-batches the values that must be whole over the batch before it.
     asked: what the user asked for: "zero", "memory", "pin"; "pinned": per call that pins name, by any name, those pins.
+    peak: what a rank holds at most; None where no `memory=` was asked for, then `memory_report()` tells.
     """
 
     seconds: Mapping[str, float]
@@ -50,6 +66,7 @@ class Facts:
     optimizer: Mapping[str, float]
     loops: tuple[tuple[str, ...], ...] = ()
     asked: Mapping[str, Any] = field(default_factory=dict)
+    peak: Peak | None = None
 
 
 def with_facts(plan: Plan, graph: Graph, factored: Factored, **asked: Any) -> Plan:

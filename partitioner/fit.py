@@ -69,6 +69,12 @@ def as_asked(
     return Fitted(*made, *_bytes(*made, held))
 
 
+def counted(graph: Graph, plan: Plan) -> float:
+    """Bytes of a rank by the planner's sum; of stages, which share them, the mean."""
+    stages = 1 + max(plan.stages.placement) if plan.stages is not None else 1
+    return _bytes(graph, plan, (1 / stages, 1 / (stages * plan.micro_batches)))[0]
+
+
 def _ladder(graph: Graph, pins: Mapping[str, str]) -> list[frozenset[str]]:
     """Per level the names of the values made again."""
     assert graph.factored is not None
@@ -117,7 +123,8 @@ def _bytes(graph: Graph, plan: Plan, held: tuple[float, float]) -> tuple[float, 
     for n in graph.fx.nodes:
         if is_twin(n.name) and is_tensor(n) and nodes[original(n.name)] in home:
             again[home[nodes[original(n.name)]]] += local(n)  # type: ignore[assignment]
-    total = held[0] * state + held[1] * kept + max(again.values(), default=0) * held[1]
+    often = plan.micro_batches  # `kept` is of one micro-batch, `held` of the whole batch
+    total = held[0] * state + held[1] * often * kept + max(again.values(), default=0)
     return total, state
 
 

@@ -89,10 +89,10 @@ def memory_report(model: Model, room: int) -> MemoryReport:
     ranks = tuple(model.of(rank) for rank in first_ranks(model.program))
     elements = tuple(model.elements(t.rank) for t in ranks)
     most = max(ranks, key=lambda t: t.peak)
-    return MemoryReport(ranks, elements, room, _hints(model, most))
+    return MemoryReport(ranks, elements, room, hints(model, most))
 
 
-def _hints(model: Model, most: MemoryTimeline) -> tuple[str, ...]:
+def hints(model: Model, most: MemoryTimeline) -> tuple[str, ...]:
     """What is not done yet and would take less, by the bytes that it is about."""
     plan, kinds = model.program.plan, most.by_kind
     data = [a for a in plan.mesh.names if plan.mesh.role(a) == "data" and plan.mesh.sizes[a] > 1]
@@ -110,4 +110,7 @@ def _hints(model: Model, most: MemoryTimeline) -> tuple[str, ...]:
     if kinds.get("activations"):
         kept = kinds["activations"]
         found.append((kept, f"recompute='full': up to {bytes_text(kept)} saved for backward can be made again"))
+    if kinds.get("optimizer") and model.program.captured.moments:
+        state = kinds["optimizer"]
+        found.append((state, f"offload='full': {bytes_text(state)} of optimizer state can rest on the host"))
     return tuple(text for _, text in sorted(found, reverse=True))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .errors import PlanError
+from .errors import PlanError, TooLittle
 from .factors import factor_graph
 from .facts import with_facts
 from .fit import Fitted, as_asked, fitted
@@ -65,9 +65,10 @@ def _within(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> t
         least = min(found, key=lambda f: f.nbytes)
         if not least.plan.recompute:  # there is nothing to make again
             raise fault
-        raise PlanError(
+        raise TooLittle(
             f"{fault}. With recompute of every block the least found takes {least.nbytes:.0f} bytes, "
-            f"{least.state:.0f} of it parameters, gradients and optimizer state"
+            f"{least.state:.0f} of it parameters, gradients and optimizer state",
+            min(least.nbytes, fault.least) if isinstance(fault, TooLittle) else least.nbytes,
         ) from fault
     best = min(fitting, key=lambda f: sum(f.plan.seconds))
     assert best.plan.facts is not None

@@ -38,9 +38,6 @@ from .strategies import Marked, never_empty
 if TYPE_CHECKING:
     from .planner import Options
 
-MOMENTS = 8
-"""Bytes of optimizer state an element: the two fp32 moments of Adam (ZeRO, section 3.1)."""
-
 STEP_BYTES = 28
 """Bytes a parameter that an fp32 AdamW step moves."""
 
@@ -66,7 +63,7 @@ def rest_size(graph: Graph, node: fx.Node, name: str) -> int:
 def state_size(graph: Graph, node: fx.Node, name: str, trained: bool) -> int:
     """Bytes an element at rest of a parameter, its gradient, its moments, and of its working copy in another dtype."""
     rests, works = rest_size(graph, node, name), node.meta["val"].element_size()
-    return (works if rests != works else 0) + (2 * rests + MOMENTS if trained else rests)
+    return (works if rests != works else 0) + (2 * rests + graph.moments if trained else rests)
 
 
 class Rests:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .errors import PlanError
+from .errors import PlanError, TooLittle
 from .factors import factor_graph
 from .graph import Graph
 from .mesh import Mesh
@@ -85,7 +85,8 @@ def plan_step(graph: Graph, mesh: Mesh, options: Options, micro_batches: int | s
     """
     axis = pipeline_axis(mesh)
     if axis is None:
-        return make_plan_in_time(graph, mesh, options, 1 if micro_batches == "auto" else int(micro_batches))
+        count = 1 if micro_batches == "auto" else int(micro_batches)
+        return make_plan_in_time(graph, mesh, replace(options, held=(1.0, 1 / count)), count)
     if micro_batches == "auto" and asked.schedule not in ("auto", *NAMES):
         micro_batches = schedule_of(asked.schedule, mesh.sizes[axis], "auto").micro_batches
     counts = _counts(graph, mesh, micro_batches, mesh.sizes[axis], ROUNDS)
@@ -97,27 +98,33 @@ def plan_step(graph: Graph, mesh: Mesh, options: Options, micro_batches: int | s
     if limit is None or found.fitting:
         return found.graph, found.plan()
     more = _counts(graph, mesh, micro_batches, mesh.sizes[axis], MORE)
-    least, last = found.least, max(counts[-1], more[-1])
+    least, last, bound = found.least, max(counts[-1], more[-1]), math.inf
     tries = [(free, more)] if last > counts[-1] else []
     held = _held(mesh.sizes[axis], last)
     tries += [(replace(options, memory=limit * share, held=held), [last]) for share in TIGHTER]
     for ask, some in tries:
         try:
             found = _Search(graph, mesh, ask, some, asked, limit)
-        except PlanError:  # no plan holds so little
+        except TooLittle as fault:  # no plan holds so little
+            bound = fault.least
             break
+        except PlanError:  # it cannot be cut into more micro-batches
+            continue
         if found.fitting:
             return found.graph, found.plan()
         least = min(least, found.least, key=lambda c: c.peak)
-    raise PlanError(_too_much(limit, mesh, least))
+    raise TooLittle(_too_much(limit, mesh, least), min(least.peak, bound))
 
 
 def _in_one_go(graph: Graph, mesh: Mesh, options: Options, asked: Asked, ranks: int) -> tuple[Graph, Plan]:
-    """Stages without a schedule: one after another."""
+    """Stages without a schedule: one after another. The planner counts one of equal stages, the cut each as it is."""
     name = "1f1b" if asked.schedule == "auto" else asked.schedule
-    placement = schedule_of(name, ranks, asked.micro_batches).placement
-    graph, plan = make_plan_in_time(graph, mesh, options, 1)
-    stages = Cutter(graph, graph.factored, plan, asked).stages(asked.stages.placement if asked.stages else placement)
+    schedule = schedule_of(name, ranks, asked.micro_batches)
+    placement = asked.stages.placement if asked.stages else schedule.placement
+    graph, plan = make_plan_in_time(graph, mesh, replace(options, held=_held(ranks, 1)), 1)
+    cutter = Cutter(graph, graph.factored, plan, asked)
+    room = None if options.memory is None else cutter.room(schedule, options.memory)
+    stages = (cutter.stages(placement, room) if room is not None else None) or cutter.stages(placement)
     return graph, replace(plan, stages=stages)
 
 

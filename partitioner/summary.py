@@ -52,6 +52,7 @@ def _head(plan: Plan) -> list[str]:
             f"  {seconds_text(compute + sent)} a step, nothing overlapped: {seconds_text(compute)} compute + "
             f"{seconds_text(sent)} communication"
         )
+        lines += [f"  a rank holds at most {plan.facts.peak}"] if plan.facts.peak else []
     if plan.gap is not None:
         lines.append(f"  {gap_text(plan.gap)}")
     return lines

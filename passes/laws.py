@@ -7,6 +7,7 @@
     one-wait              every started collective is waited for exactly once
     backward-after-pause  no forward node follows the pause
     overwritten-is-dead   what is written over is not read afterwards (`overwrite.py`)
+    peak-within-budget    no rank holds more than `memory=`, by the memory model (`check_peak`)
     local-shapes          a rank's local tensors have the shapes and dtypes their layouts give (on fake tensors)
 
 A violation is a defect of the compiler: the error names law, pass, node, neighbours and the user's source line.
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map
 from ..partitioner.errors import LawError
 from ..partitioner.graph import is_tensor, tensor_operands, where
 from ..partitioner.layout import Layout, local_shape
+from ..partitioner.plan import Plan
 from ..partitioner.program import primitive, reshard
 from ..partitioner.transfer import pause, start, wait
 from .draft import Draft
@@ -142,6 +144,14 @@ def check_local_shapes(draft: Draft, graph: fx.Graph, rank: int) -> None:
             layout = draft.layouts.get(of) if of is not None else None
             if layout is not None and isinstance(env[node], torch.Tensor):
                 _same_shape(draft, of, env[node], local_shape(layout, draft.mesh, rank), rank)
+
+
+def check_peak(plan: Plan) -> None:
+    """The peak of a plan made for `memory=` is within it."""
+    assert plan.facts is not None
+    peak, room = plan.facts.peak, plan.facts.asked["memory"]
+    if peak is None or peak.nbytes > room:
+        raise LawError(f"law peak-within-budget broken: a rank holds at most {peak}, memory={room} was asked for")
 
 
 def _same_shape(draft: Draft, node: Any, value: torch.Tensor, want: tuple[int, ...], rank: int) -> None:

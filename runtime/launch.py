@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..partitioner.errors import PlanError
 from ..partitioner.mesh import Mesh
+from ..partitioner.wires import GLOO, NCCL, ONE_PROCESS
 from .comm import Comm
 from .distributed import DistributedComm, join
 from .inprocess import InProcessComm
@@ -69,6 +70,13 @@ def check_by_hand(collectives: str, device: torch.device) -> None:
 def comm_for(mesh: Mesh, timeout: float | None = None, watch: Watch | None = None) -> Comm:
     """The comm of this process: all ranks of the mesh, or the one that lives here."""
     return InProcessComm(mesh) if launched() == 1 else DistributedComm(mesh, device_here(), timeout, watch)
+
+
+def wire_here(device: torch.device) -> str:
+    """What `comm_for` talks over, as the memory model calls it (`partitioner/wires.py`)."""
+    if launched() == 1:
+        return ONE_PROCESS
+    return NCCL if device.type == "cuda" else GLOO
 
 
 def watch_here(timeout: float | None = None) -> Watch | None:

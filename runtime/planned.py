@@ -15,12 +15,12 @@ from ..partitioner.explain import explain
 from ..partitioner.memory import Model
 from ..partitioner.memory_report import MemoryReport, memory_report
 from ..partitioner.mesh import Mesh
-from ..partitioner.optimizer_bytes import SGD
+from ..partitioner.optimizer_bytes import ADAMW, SGD, Stepper
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program
 from ..partitioner.report_page import page
 from ..partitioner.stage_search import simulated_timeline
-from ..partitioner.wires import GLOO, NCCL, ONE_PROCESS
+from .launch import wire_here
 from .placed import Placed
 from .record import Record
 from .request import Settings
@@ -105,10 +105,13 @@ class Planned(Placed):
         Raises:
             MeshwrightError: no program has been made yet.
         """
-        wire = ONE_PROCESS if len(self.comm.ranks) == self.mesh.world_size else None
-        if wire is None:
-            wire = NCCL if self.device.type == "cuda" else GLOO
         program = self.program
         room = (program.plan.facts.asked.get("memory") if program.plan.facts else None) or self.mesh.device.memory
         stepper = self.optimizer.stepper() if self.optimizer else SGD
-        return memory_report(Model(program, wire, stepper, self.device.type == "cuda"), int(room))
+        return memory_report(self.memory_model(program, stepper), int(room))
+
+    def memory_model(self, program: Program, stepper: Stepper | None = None) -> Model:
+        """The memory model of a program, on this device and comm. `stepper`: by default that of the optimizer, which
+        is taken for AdamW until it is made, or where the user makes it."""
+        stepper = stepper or (self.optimizer.stepper() if self.optimizer else ADAMW)
+        return Model(program, wire_here(self.device), stepper, self.device.type == "cuda")

@@ -349,7 +349,7 @@ WRONG = [
     Wrong(
         "memory= that no schedule fits",
         lambda: step(on=mesh(pp=2), memory=100),
-        "memory=100; in any schedule compared; least peak found; more ranks",
+        "memory=100; least peak found; too many, on rank; There stand; What would take less; more ranks",
     ),
     Wrong(
         "args= that is no tuple",
@@ -397,7 +397,7 @@ WRONG = [
         "recompute='full' beside plan=; leave recompute= out",
     ),
     Wrong(
-        "memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; bytes; more ranks"
+        "memory= that the model cannot fit", lambda: step(on=mesh(dp=2), memory=100), "memory=100; too many; more ranks"
     ),
     Wrong("memory= as text", lambda: step(memory="2GB"), "memory='2GB'; bytes; 2**30"),
     # saved plans
