@@ -26,7 +26,7 @@ from .placement import place
 from .plan import Plan
 from .recompute import made_again, with_recompute
 from .resting import rest_size, state_size
-from .saved import saved_values
+from .saved import base, saved_values
 from .strategies import HEAVY
 from .twins import is_twin, original
 
@@ -121,7 +121,7 @@ def _bytes(graph: Graph, plan: Plan, held: tuple[float, float]) -> tuple[float, 
             kept += local(nodes[m.value], m.after)
     home, again = blocks(graph), Counter()
     for n in graph.fx.nodes:
-        if is_twin(n.name) and is_tensor(n) and nodes[original(n.name)] in home:
+        if is_twin(n.name) and is_tensor(n) and base(n, graph.factored) is n and nodes[original(n.name)] in home:
             again[home[nodes[original(n.name)]]] += local(n)  # type: ignore[assignment]
     often = plan.micro_batches  # `kept` is of one micro-batch, `held` of the whole batch
     total = held[0] * state + held[1] * often * kept + max(again.values(), default=0)

@@ -102,7 +102,11 @@ def rows_for(mesh: dict[str, int], micro_batches: int) -> int:
 def complaints(name: str, mesh: dict[str, int], micro_batches: int, **options: Any) -> list[str]:
     """What is wrong with a step in a pipeline: loss, gradients, buffers and parameters against one device."""
     torch.manual_seed(0)
-    model, batch = MODELS[name](rows_for(mesh, micro_batches))
+    return wrong_in(*MODELS[name](rows_for(mesh, micro_batches)), mesh, micro_batches, **options)
+
+
+def wrong_in(model: nn.Module, batch: Inputs, mesh: dict[str, int], micro_batches: int, **options: Any) -> list[str]:
+    """`complaints`, of a model and a batch."""
     model = model.double()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     twin = copy.deepcopy(model)

@@ -36,7 +36,7 @@ def test_bytes_sent_for_a_parameter(zero: int, ranks: int):
     """Of the first layer backward does not read the weight, since nobody asks for the input's gradient: no second
     gather."""
     _, plan = make_plan(graph().copy(), mw.Mesh(dp=ranks, device="cpu"), Options(zero=zero))
-    assert plan.facts is not None and plan.zero == (1 if zero == 2 else zero)
+    assert plan.facts is not None and plan.zero == zero
     unit = 4 * WIDTH * WIDTH * (ranks - 1) / ranks
     for name in plan.resting:
         moves = [m for m in plan.facts.moves if m.value == name or ("grad", name) in m.leaves]
@@ -57,4 +57,4 @@ def test_bytes_a_parameter_under_bf16(zero: int):
     assert made.resident["parameters"] == made.gradients == 4 * n // share
     assert made.resident["optimizer"] == 8 * n // share + 3 * 4
     if zero == 0:
-        assert made.by_kind["working copies"] == 2 * n
+        assert made.by_kind["working copies"] == 2 * (n - WIDTH * WIDTH)  # backward does not read the first layer's
