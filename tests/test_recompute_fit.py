@@ -39,7 +39,7 @@ def test_plans_fit_and_take_longer_as_the_memory_falls():
     for share, one in zip((1.0, 0.9, 0.8, 0.7), found, strict=True):
         assert one.nbytes <= share * free.nbytes
     seconds = [sum(one.plan.seconds) for one in found]
-    assert seconds == sorted(seconds) and seconds[0] == sum(free.plan.seconds)
+    assert seconds == sorted(seconds) and seconds[0] == pytest.approx(sum(free.plan.seconds), rel=1e-3)
     made = [len(one.plan.recompute) for one in found]
     assert made[0] == 0 < made[1] < made[2]
 
