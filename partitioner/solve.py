@@ -1,9 +1,11 @@
 """The least of a sum of unary and pairwise tables: exactly where elimination is narrow enough, else as near as can be.
 
-Where a joint table would pass `LIMIT` entries, variables are set aside, such as one that every layer reads:
+Where that is too wide, what can be decided beforehand is taken out first (`presolve.py`); what is left may be narrow
+enough. Where a joint table would still pass `LIMIT` entries, variables are set aside, such as one that all layers read:
 
     bound    each reader of one that is set aside may have it as suits it
     start    those set aside take what suits the values of that bound, and the rest is solved exactly, again and again
+    raised   the bound is found anew with as few set aside as time allows
     in turn  others are set aside, at the values that they have, those first that were so least often
 
 The answer says how far from the least it can be.
@@ -15,12 +17,13 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from . import elimination
 from .elimination import Elimination, Problem, Store, objective
+from .presolve import Presolved
 
 WIDE = 50_000_000
 """Entries of the largest joint table that is gone through to spare hubs,"""
@@ -33,6 +36,9 @@ MANY = 12
 
 ENOUGH = 1e-3
 """A relative gap below which the search ends."""
+
+LOOSE = 0.1
+"""A relative gap above which the problem is searched as it was given too."""
 
 FREED = 16
 """So many of the largest variables set aside are tried to be freed for a better bound."""
@@ -63,11 +69,32 @@ class Solution:
 def solve(problem: Problem, store: Store | None = None, hubs: Iterable[int] = ()) -> Solution:
     """The values with the least sum. `hubs`: variables that are likely better set aside than eliminated."""
     store = store or Store()
-    narrow, likely = _narrow(problem, ()), {h for h in hubs if len(problem.unary[h]) > 1}
-    chosen, limit = ([], 0) if narrow else _set_aside(problem, likely)
-    if chosen:
-        return _with_hubs(problem, chosen, store, likely, limit)
-    values, complete = Elimination(problem, {}, store, WIDE if narrow else 0).run()
+    if _narrow(problem, ()):
+        return _eliminated(problem, store, WIDE)
+    small, hubs = Presolved(problem, store), set(hubs)
+    likely = {n for n, i in enumerate(small.numbers) if i in hubs}
+    found = _searched(small.problem, store, likely)
+    values = small.values(found.values)
+    cost = objective(problem, values)
+    found = Solution(values, cost, cost if found.exact else min(cost, small.constant + found.bound))
+    if found.gap > LOOSE:  # what is left may lead the search to worse places
+        whole = _with_aside(problem, store, {h for h in hubs if len(problem.unary[h]) > 1})
+        best = min(found, whole, key=lambda s: s.cost)
+        found = replace(best, bound=min(best.cost, max(found.bound, whole.bound)))
+    return found
+
+
+def _searched(problem: Problem, store: Store, likely: set[int]) -> Solution:
+    return _eliminated(problem, store, WIDE) if _narrow(problem, ()) else _with_aside(problem, store, likely)
+
+
+def _with_aside(problem: Problem, store: Store, likely: set[int]) -> Solution:
+    chosen, limit = _set_aside(problem, likely)
+    return _with_hubs(problem, chosen, store, likely, limit) if chosen else _eliminated(problem, store)
+
+
+def _eliminated(problem: Problem, store: Store, limit: int = 0) -> Solution:
+    values, complete = Elimination(problem, {}, store, limit).run()
     cost = objective(problem, values)
     return Solution(values, cost, cost if complete else relaxed(problem, set(), store)[0])
 
@@ -183,8 +210,8 @@ def _with_hubs(problem: Problem, hubs: list[int], store: Store, likely: set[int]
         values, _ = Elimination(problem, fixed, store, limit).run()
         fixed = _bettered(problem, near, values)
         best = min(best, (objective(problem, values), list(values)), key=lambda b: b[0])
-    best = _in_turn(problem, hubs, best, bound, store, limit)
     bound = _raised(problem, likely, best[0], bound, store, limit)
+    best = _in_turn(problem, hubs, best, bound, store, limit)
     return Solution(best[1], best[0], min(bound, best[0]))
 
 
@@ -203,9 +230,7 @@ def _in_turn(
     return best
 
 
-def _raised(
-    problem: Problem, likely: set[int], cost: float, bound: float, store: Store, limit: int
-) -> float:
+def _raised(problem: Problem, likely: set[int], cost: float, bound: float, store: Store, limit: int) -> float:
     """While the gap is open, the bound that has as few set aside as time allows: of all, and of all but the likely."""
     for aside in ((), likely):
         if cost - bound > ENOUGH * abs(bound):
