@@ -37,9 +37,6 @@ MANY = 12
 ENOUGH = 1e-3
 """A relative gap below which the search ends."""
 
-LOOSE = 0.1
-"""A relative gap above which the problem is searched as it was given too."""
-
 FREED = 16
 """So many of the largest variables set aside are tried to be freed for a better bound."""
 
@@ -73,24 +70,28 @@ def solve(problem: Problem, store: Store | None = None, hubs: Iterable[int] = ()
         return _eliminated(problem, store, WIDE)
     small, hubs = Presolved(problem, store), set(hubs)
     likely = {n for n, i in enumerate(small.numbers) if i in hubs}
-    found = _searched(small.problem, store, likely)
+    if _narrow(small.problem, ()):
+        found = _eliminated(small.problem, store, WIDE)
+    else:
+        found = _with_aside(small.problem, store, likely, turns=False)
     values = small.values(found.values)
     cost = objective(problem, values)
     found = Solution(values, cost, cost if found.exact else min(cost, small.constant + found.bound))
-    if found.gap > LOOSE:  # what is left may lead the search to worse places
-        whole = _with_aside(problem, store, {h for h in hubs if len(problem.unary[h]) > 1})
+    if found.gap > ENOUGH:  # what is left may lead the search to worse places
+        likely = {h for h in hubs if len(problem.unary[h]) > 1}
+        whole = _with_aside(problem, store, likely, known=found.bound)
         best = min(found, whole, key=lambda s: s.cost)
         found = replace(best, bound=min(best.cost, max(found.bound, whole.bound)))
     return found
 
 
-def _searched(problem: Problem, store: Store, likely: set[int]) -> Solution:
-    return _eliminated(problem, store, WIDE) if _narrow(problem, ()) else _with_aside(problem, store, likely)
-
-
-def _with_aside(problem: Problem, store: Store, likely: set[int]) -> Solution:
+def _with_aside(
+    problem: Problem, store: Store, likely: set[int], turns: bool = True, known: float | None = None
+) -> Solution:
     chosen, limit = _set_aside(problem, likely)
-    return _with_hubs(problem, chosen, store, likely, limit) if chosen else _eliminated(problem, store)
+    if not chosen:
+        return _eliminated(problem, store)
+    return _with_hubs(problem, chosen, store, likely, limit, turns, known)
 
 
 def _eliminated(problem: Problem, store: Store, limit: int = 0) -> Solution:
@@ -193,8 +194,19 @@ def _least(store: Store, table: np.ndarray, axis: int) -> np.ndarray:
     return store.done[key][0]
 
 
-def _with_hubs(problem: Problem, hubs: list[int], store: Store, likely: set[int], limit: int) -> Solution:
-    """Fix the hubs, solve the rest, better the hubs; first as suits the values that each had with hubs of its own."""
+def _with_hubs(
+    problem: Problem,
+    hubs: list[int],
+    store: Store,
+    likely: set[int],
+    limit: int,
+    turns: bool = True,
+    known: float | None = None,
+) -> Solution:
+    """Fix the hubs, solve the rest, better the hubs; first as suits the values that each had with hubs of its own.
+
+    `turns`: whether others are set aside in turn. `known`: a bound, which is not raised then.
+    """
     bound, values = relaxed(problem, set(hubs), store, limit)
     near: dict[int, list[tuple[int, np.ndarray]]] = {h: [] for h in hubs}
     for (i, j), table in problem.pairs.items():
@@ -210,8 +222,9 @@ def _with_hubs(problem: Problem, hubs: list[int], store: Store, likely: set[int]
         values, _ = Elimination(problem, fixed, store, limit).run()
         fixed = _bettered(problem, near, values)
         best = min(best, (objective(problem, values), list(values)), key=lambda b: b[0])
-    bound = _raised(problem, likely, best[0], bound, store, limit)
-    best = _in_turn(problem, hubs, best, bound, store, limit)
+    bound = _raised(problem, likely, best[0], bound, store, limit) if known is None else max(bound, known)
+    if turns:
+        best = _in_turn(problem, hubs, best, bound, store, limit)
     return Solution(best[1], best[0], min(bound, best[0]))
 
 
