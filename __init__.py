@@ -40,7 +40,7 @@ from .runtime.checks import check_call, check_options, check_search, check_targe
 from .runtime.compiled import Compiled
 from .runtime.launch import check_by_hand, check_world, device_here, launched, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
-from .runtime.request import Request, Settings, check_loss, needs_target
+from .runtime.request import Request, Settings, check_loss, kind_of, needs_target
 from .runtime.sync import ParameterServer
 from .runtime.verify import VerifyError
 from .runtime.worker import Worker, check_sync
@@ -293,6 +293,18 @@ def auto_mesh(
     return search.best.mesh.beside(search.table())
 
 
+def _called(loss: Callable, output: Any, target: Any) -> Any:
+    try:
+        return loss(output, target) if target is not None else loss(output)
+    except (TypeError, AttributeError) as fault:
+        if isinstance(output, torch.Tensor):
+            raise
+        raise PlanError(
+            f"the loss failed on what the model returns, {kind_of(output)}: {fault}. Give a loss= that takes it apart, "
+            f"as lambda output, target: F.cross_entropy(output['logits'], target)"
+        ) from fault
+
+
 def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch.Tensor] | None:
     """The function of (output, target) that a "step" program ends in."""
     if request.form != "step":
@@ -301,12 +313,15 @@ def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch
     def finish(output: Any, target: Any) -> torch.Tensor:
         check_target(loss, target)
         if loss is not None:
-            value = loss(output, target) if target is not None else loss(output)
+            value = _called(loss, output, target)
         else:
             value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise PlanError(f"step needs a 0-d loss; got {got}. Pass loss=callable(output) or callable(output, target)")
+            whose = "" if loss is not None else f" from a model that returns {kind_of(output)}"
+            raise PlanError(
+                f"step needs a 0-d loss; got {got}{whose}. Pass loss=callable(output) or callable(output, target)"
+            )
         if not value.requires_grad:
             raise PlanError(
                 "the loss does not depend on any parameter or input that requires a gradient: is the model frozen, or "

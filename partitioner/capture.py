@@ -199,12 +199,17 @@ def _watching(program: nn.Module, at: Callable[[str], None]) -> Iterator[None]:
             torch.set_autocast_cache_enabled(cache)
 
 
+_NOISE = ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
+_AT = "raised at {} while the call was captured; does the model take these inputs on one device?"
+
+
 @contextlib.contextmanager
 def _named_faults(program: nn.Module) -> Iterator[None]:
     """Turns what cannot be captured into a `CaptureError` with the user's line and a way out."""
-    noise = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = noise.level
-    noise.setLevel(logging.CRITICAL)
+    noise = [logging.getLogger(f"torch.{name}") for name in _NOISE]
+    levels = [logger.level for logger in noise]
+    for logger in noise:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     except compat.DATA_DEPENDENT as fault:
@@ -218,13 +223,18 @@ def _named_faults(program: nn.Module) -> Iterator[None]:
         ) from fault
     except RuntimeError as fault:
         if ".numpy() is not supported" not in str(fault):
+            fault.add_note(_AT.format(line_of(fault)))
             raise
         raise CaptureError(
             f".numpy() in forward at {line_of(fault)}: numpy computes outside the graph that is captured. Use torch "
             f"functions, or do it before the call and pass the result"
         ) from fault
+    except (TypeError, ValueError, IndexError) as fault:
+        fault.add_note(_AT.format(line_of(fault)))
+        raise
     finally:
-        noise.setLevel(level)
+        for logger, level in zip(noise, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _refuse_sparse(joint: Joint) -> None:

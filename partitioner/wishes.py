@@ -34,7 +34,7 @@ def _repeated(plan: Plan, facts: Facts, axis: str) -> Iterator[str]:
     """Calls that every rank of an axis runs alike."""
     alike = {c: s for c, s in facts.seconds.items() if s and plan.choices[c].get(axis) is None}
     total, compute = sum(alike.values()), plan.seconds[0]
-    if total < WORTH * compute:
+    if not alike or total < WORTH * compute:
         return
     by_pattern: dict[str, list[str]] = {}
     for call in alike:

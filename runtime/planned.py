@@ -33,6 +33,7 @@ class Planned(Placed):
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, settings: Settings):
         super().__init__(model, mesh, device, settings)
         self._runners: dict[Any, Runner] = {}
+        self._moving: frozenset[tuple[int, str]] = frozenset()
         self._last: Program | None = None
         self._record: Record | None = None
 

@@ -70,3 +70,10 @@ def check_loss(loss: Any) -> None:
         raise PlanError(f"loss= must be a callable of (output) or (output, target); got {type(loss).__name__}")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise PlanError("the loss has parameters of its own: make it part of the model, so that they are trained")
+
+
+def kind_of(output: Any) -> str:
+    """What a model returns, for messages."""
+    if isinstance(output, dict):
+        return f"a dict of {', '.join(map(repr, output))}"
+    return "None" if output is None else f"a {type(output).__name__}"

@@ -260,3 +260,48 @@ def test_dump_writes_the_files(tmp_path: Path):
     assert files["plan.json"] == compiled.plan.to_text()
     assert all(files.values())
     compile(files["rank3.py"], "rank3.py", "exec")
+
+
+class Tempered(nn.Module):
+    """Reads a number that its user anneals, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.temperature, self.calls = nn.Linear(4, 3), 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) / self.temperature
+
+
+def test_a_number_of_the_model_that_changes_is_seen(caplog):
+    torch.manual_seed(0)
+    model, x = Tempered(), torch.randn(4, 4)
+    compiled = mw.compile(model, mw.Mesh(dp=2), loss=lambda out: out.square().mean())
+    for temperature in (1.0, 2.0, 2.0, 1.0):
+        model.temperature = temperature
+        want = (model.linear(x) / temperature).square().mean()
+        torch.testing.assert_close(compiled.step(x), want.detach())
+    assert caplog.text.count("capturing again") == 1  # what forward itself counts is no reason
+
+
+def test_inputs_that_the_model_refuses_are_told_with_its_line():
+    compiled = mw.compile(nn.Sequential(nn.Linear(4, 3)), mw.Mesh(dp=2), loss=lambda out: out.mean())
+    compiled.step(torch.randn(4, 4))
+    with pytest.raises(RuntimeError) as caught:
+        compiled.step(torch.randn(4, 5))
+    assert "while the call was captured" in caught.value.__notes__[0]
+
+
+def test_a_model_that_returns_nothing_can_be_called():
+    compiled = mw.compile(Nothing(), mw.Mesh(dp=2))
+    assert compiled(torch.randn(4, 4)) is None
+
+
+class Nothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        self.linear(x)

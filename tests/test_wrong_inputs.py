@@ -80,6 +80,15 @@ def by_numpy(h: torch.Tensor) -> torch.Tensor:
     return h + torch.from_numpy(h.detach().numpy())
 
 
+class Returns(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what = nn.Linear(6, 4), what
+
+    def forward(self, x):
+        return self.what(self.linear(x))
+
+
 class LearntLoss(nn.Module):
     def __init__(self):
         super().__init__()
@@ -183,6 +192,21 @@ WRONG = [
     # the loss
     Wrong("a loss that is not 0-d", lambda: step(loss=lambda o: o.mean(0)), "0-d loss; (4,)"),
     Wrong("no loss, and a model that returns none", lambda: step(loss=None), "0-d loss; loss=callable(output)"),
+    Wrong(
+        "a loss of a tensor, and a model that returns a dict",
+        lambda: step(Returns(lambda y: {"logits": y}), loss=lambda o: o.mean()),
+        "a dict of 'logits'; 'dict' object has no attribute; lambda output, target",
+    ),
+    Wrong(
+        "no loss, and a model that returns a dict",
+        lambda: step(Returns(lambda y: {"loss": y.mean()}), loss=None),
+        "0-d loss; a dict of 'loss'; loss=callable(output)",
+    ),
+    Wrong(
+        "a loss, and a model that returns None",
+        lambda: step(Returns(lambda y: None), loss=lambda o: o.mean()),
+        "what the model returns, None",
+    ),
     Wrong("a loss with parameters", lambda: step(loss=LearntLoss()), "parameters of its own; part of the model"),
     Wrong(
         "a loss that depends on no parameter",
