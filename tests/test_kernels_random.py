@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_words_are_used_once():
     assert len(pairs.unique()) == len(pairs)
 
 
-def _key(op=0):
+def _key(op=0) -> Any:
     return {"seed": 11, "op": op, "step": 4}
 
 
