@@ -48,8 +48,9 @@ def _head(plan: Plan) -> list[str]:
     if plan.facts is not None:
         compute, sent = plan.seconds
         lines += [f"  asked for: {asked}"] if (asked := _asked(plan.facts.asked)) else []
+        what = "a step, nothing overlapped" if plan.stages is None else "in all stages together, one after the other"
         lines.append(
-            f"  {seconds_text(compute + sent)} a step, nothing overlapped: {seconds_text(compute)} compute + "
+            f"  {seconds_text(compute + sent)} {what}: {seconds_text(compute)} compute + "
             f"{seconds_text(sent)} communication"
         )
         lines += [f"  a rank holds at most {plan.facts.peak}"] if plan.facts.peak else []
@@ -76,10 +77,11 @@ def _sent(plan: Plan) -> list[str]:
         return []
     rows = traffic_rows(plan.traffic)
     if not rows:
-        return ["a rank sends nothing"]
+        return ["a rank sends nothing" if plan.stages is None else "ranks send from stage to stage alone"]
     total = sum(plan.traffic.values(), Total())
     rows.append(("all", "", str(total.count), bytes_text(total.sent), seconds_text(total.seconds)))
-    lines = ["a rank sends in a step", *columns(rows, right=(2, 3, 4))]
+    head = "a rank sends in a step" if plan.stages is None else "a rank of each stage together sends in a step"
+    lines = [head, *columns(rows, right=(2, 3, 4))]
     again = _twice(plan.facts.moves)
     return [*lines, f"  {again} tensors of forward are sent again in backward, not kept"] if again else lines
 
@@ -114,7 +116,8 @@ def _resting(plan: Plan) -> list[str]:
     if plan.facts is not None:
         order = list(plan.facts.whole)  # as the model has them; a saved plan has them by name
         held, whole = sum(plan.facts.at_rest.values()), sum(plan.facts.whole.values())
-        head += f": a rank holds {bytes_text(held)} of {bytes_text(whole)}"
+        who = "a rank holds" if plan.stages is None else "a rank of each stage together hold"
+        head += f": {who} {bytes_text(held)} of {bytes_text(whole)}"
     rows = Folder(plan.resting).rows((name, str(plan.resting[name])) for name in order)
     return [head, *columns(rows)]
 
