@@ -243,8 +243,18 @@ def _verdict(me: int, before: dict[int, Note], now: dict[int, Note], ended: dict
     running = [r for r in others if r not in ended and r not in silent]
     behind = [f"rank {r} is behind: {now[r]}" for r in running if not now[r].waits]
     left = list(dict.fromkeys(ended[r][1] for r in others if ended.get(r, ("",))[0] == "left"))
-    waits = [f"rank {r} waits too: {now[r]}" for r in running if now[r].waits]
+    waits = _each_other([me, *(r for r in running if now[r].waits)], now)
     return "; ".join(next((found for found in (raised, gone, over, behind, left, waits) if found), []))
+
+
+def _each_other(ranks: list[int], now: dict[int, Note]) -> list[str]:
+    """Ranks that wait, none of which is gone or busy: they have come to different points of the program."""
+    if len(ranks) < 2:
+        return []
+    apart = len({(now[r].step, now[r].doing) for r in ranks}) > 1
+    why = "they are at different points: inputs of another shape on one of them, or a call that the others do not make"
+    said = [f"rank {r} waits: {now[r]}" for r in sorted(ranks)]
+    return [*said, why] if apart else said
 
 
 _FAILED = object()

@@ -10,6 +10,7 @@ import meshwright as mw
 import pytest
 import torch
 from launch import run_outcomes
+from meshwright.runtime.watch import Note, _verdict
 from torch import nn
 
 pytestmark = pytest.mark.timeout(300)
@@ -81,3 +82,13 @@ def test_all_others_name_the_process_that_fails(fault, at, bad, world):
             kind, text, took = outcome.value
             assert kind == "PeerError" and SAYS[fault].format(bad) in text, (rank, outcome)
             assert took < LIMIT + 20, (rank, outcome)
+
+
+def test_ranks_at_different_points_are_all_named():
+    """One had inputs of another shape and captures anew; the other is at a collective of the old program."""
+    before = {r: Note(4, 2, "", False, 0.0) for r in range(2)}
+    now = {0: Note(9, 3, "all_reduce(sum) over tp", True, 34.0), 1: Note(9, 2, "comparing programs", True, 34.0)}
+    for me in range(2):
+        said = _verdict(me, before, now, {})
+        assert "rank 0 waits: in step 3, for 34 s waiting for all_reduce" in said
+        assert "rank 1 waits: in step 2" in said and "another shape" in said
