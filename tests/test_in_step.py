@@ -139,7 +139,7 @@ def test_copies_are_compared_in_one_process_too(axes: dict[str, int], options: d
     assert compiled._state is not None
     shards = [p for p in compiled._state.params["2.weight"] if p is not None]
     shards[-1].data[0, 0] += 1e-6
-    said = "before step 1 rank [23] had other values than rank [01] in 1 param.*2.weight"  # where stages are cut, says who
+    said = "before step 1 rank [23] had other values than rank [01] in 1 param.*2.weight"  # by where stages are cut
     with pytest.raises(DivergedError, match=said):
         compiled.step(X)
 
