@@ -23,7 +23,7 @@ CHUNK_BYTES, CHUNK_BYTES_CUDA = 1 << 20, 1 << 28
 lib = torch.library.Library("meshwright", "FRAGMENT")
 for _line in (
     "nll(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)",
-    "nll_sums(Tensor logits, Tensor target, Tensor top, int ignore_index, int start, int classes) -> (Tensor, Tensor)",
+    "nll_sums(Tensor logits, Tensor target, Tensor top, int ignore_index, int start, int classes) -> Tensor",
     "nll_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, int start) -> Tensor",
 ):
     lib.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
@@ -72,18 +72,20 @@ def _nll(logits, target, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]
     return nll.to(logits.dtype), lse
 
 
-def _nll_sums(logits, target, top, ignore_index: int, start: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ_c exp(z - top), the target's logit or 0) over the classes [start, start + v) of `classes`."""
+def _nll_sums(logits, target, top, ignore_index: int, start: int, classes: int) -> torch.Tensor:
+    """[2, t]: Σ_c exp(z - top), and the target's logit or 0, over the classes [start, start + v) of `classes`."""
     t, v = logits.shape
     refuse(target, ignore_index, classes)
-    total, picked = (logits.new_zeros(t, dtype=wide(logits.dtype)) for _ in range(2))
+    sums = logits.new_zeros(2, t, dtype=wide(logits.dtype))
     if not logits.numel():
-        return total, picked
+        return sums
+    total, picked = sums
     for rows in _chunks(logits):
         total[rows] = (logits[rows].to(total.dtype) - top[rows].unsqueeze(1)).exp_().sum(1)
     column, there = held(target, ignore_index, start, v)
     own = logits.gather(1, column.unsqueeze(1)).squeeze(1)
-    return total, torch.where(there, own.to(total.dtype), picked)
+    picked.copy_(own).masked_fill_(there.logical_not(), 0.0)
+    return sums
 
 
 def _nll_backward(grad, logits, target, lse, ignore_index: int, start: int) -> torch.Tensor:
@@ -118,7 +120,7 @@ def _fake_nll(logits, target, ignore_index):
 
 
 def _fake_nll_sums(logits, target, top, ignore_index, start, classes):
-    return tuple(logits.new_empty(target.shape, dtype=wide(logits.dtype)) for _ in range(2))
+    return logits.new_empty((2, *target.shape), dtype=wide(logits.dtype))
 
 
 def _fake_nll_backward(grad, logits, target, lse, ignore_index, start):

@@ -4,7 +4,8 @@ Most calls have no reason to be split otherwise than a neighbour. Calls are join
 planner (`joint.py` says what a group may do), by these rules:
 
     follower     linear in its one tensor operand, and making nothing larger (a view, a cast down, a sum over dims):
-                 does as its producer does, partial sums included; not a small sum of what others read too
+                 does as its producer does, partial sums included; not a small sum of what others read too, nor
+                 what scales a product
     gathered     a sum of tensors that all come from one group (the input gradients of q, k, v): stays there
     chain        pointwise, reductions, norms over the same dims as the tensor they read: one group, unless that tensor
                  is read elsewhere too (a residual stream starts anew at each layer)
@@ -30,7 +31,7 @@ from .factors import Factored
 from .graph import Graph, is_getitem, values_of
 from .precision import raised
 from .rules.split import Shape
-from .strategies import HEAVY
+from .strategies import HEAVY, is_view
 
 _LOOKS = ("follower", "widens", "grows")
 """Kinds of calls that have no say."""
@@ -90,6 +91,8 @@ class _Contraction:
         if one.kind == "follower" and self._aside(one):
             one.kind = "other"
             self.aside.add(len(self.calls))
+        elif one.kind == "follower" and self._scales(one):
+            one.kind = "other"
         self.calls.append(one)
         self.parent.append(len(self.parent))
         self.chained.append(one.kind in ("chain", *_LOOKS))
@@ -119,6 +122,15 @@ class _Contraction:
         if any(self._space(o) >= call.space for o in call.operands):
             return "chain"
         return "other"
+
+    def _scales(self, call: _Call) -> bool:
+        """Whether a call is a matrix product times a number.
+
+        On the terms of a sum every rank would scale all of it; once they are reduced and scattered, a piece.
+        """
+        maker = self.number.get(_producer(self._base(call.operands[0])), -1)
+        same = _numel(call.node) == _numel(call.operands[0])
+        return same and maker >= 0 and self.calls[maker].kind == "heavy" and not is_view(call.node)
 
     def _aside(self, call: _Call) -> bool:
         """Whether a call makes a small sum of a tensor that others read too: it may see it as they do."""

@@ -24,9 +24,9 @@ TABLE: Table = {}
 def nll_parts(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> tuple[Any, Any]:
     """`meshwright::nll` as a maximum and sums over the vocabulary."""
     top = torch.amax(logits, (1,)).to(wide(logits.dtype))
-    total, picked = mw.nll_sums(logits, target, top, ignore_index, 0, logits.shape[1])
-    lse = torch.log(total) + top
-    return (lse - picked).masked_fill(target == ignore_index, 0.0).to(logits.dtype), lse
+    sums = mw.nll_sums(logits, target, top, ignore_index, 0, logits.shape[1])
+    lse, picked = torch.log(sums[0]) + top, sums[1]
+    return (lse.masked_fill(target == ignore_index, 0.0) - picked).to(logits.dtype), lse
 
 
 @on(TABLE, mw.nll.default)
@@ -43,7 +43,7 @@ def _local_start(call: Call) -> Any:
 
 @on(TABLE, mw.nll_sums.default)
 def nll_sums(call: Call) -> Rule:
-    return rule("t v, t, t -> t {v}, t {v}", ordered="v", localize=_local_start(call))
+    return rule("t v, t, t -> p! t {v}", ordered="v", localize=_local_start(call))
 
 
 @on(TABLE, mw.nll_backward.default)
