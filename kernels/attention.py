@@ -19,6 +19,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from .tri import wide_of
+
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -128,15 +130,11 @@ def _laid(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _scores(q, k, mask, causal: bool, scale: float, q_start: int) -> torch.Tensor:
     """[b, g, r, s, t] scores in the wide dtype, -inf where unseen."""
     b, h, s, d = q.shape
     g, t = k.shape[1], k.shape[2]
-    wide = _wide(q.dtype)
+    wide = wide_of(q.dtype)
     q, k = q.to(wide).reshape(b, g, h // g, s, d), k.to(wide).unsqueeze(2)
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
     if mask is not None:
@@ -166,7 +164,7 @@ def math_backward(grad, q, k, v, out, lse, mask, causal: bool, scale: float, q_s
         made = _fake_backward(grad, q, k, v, out, lse, mask, causal, scale, q_start, mask_grad)
         return tuple(x.zero_() for x in made)
     (b, h, s, d), (g, t), e = q.shape, k.shape[1:3], v.shape[3]
-    wide, r = _wide(q.dtype), h // g
+    wide, r = wide_of(q.dtype), h // g
     p = _scores(q, k, mask, causal, scale, q_start).sub_(_finite(lse).reshape(b, g, r, s, 1)).exp_()
     gw = grad.to(wide).reshape(b, g, r, s, e)
     dv = torch.matmul(p.transpose(-1, -2), gw).sum(2)
@@ -275,7 +273,7 @@ def _cuda_backward(grad, q, k, v, out, lse, mask, causal: bool, scale: float, q_
 
 def _fake_forward(q, k, v, mask, causal, scale, q_start):
     b, h, s, _ = q.shape
-    return _empty(q, b, h, s, v.shape[3]), q.new_empty(b, h, s, dtype=_wide(q.dtype))
+    return _empty(q, b, h, s, v.shape[3]), q.new_empty(b, h, s, dtype=wide_of(q.dtype))
 
 
 def _fake_backward(grad, q, k, v, out, lse, mask, causal, scale, q_start, mask_grad):

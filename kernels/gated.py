@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from .tri import HAVE, constexpr, jit, launch, pow2, tl
+from .tri import HAVE, constexpr, jit, launch, pow2, tl, wide_of
 
 aten = torch.ops.aten
 ACTS = ("silu", "gelu", "gelu_tanh")
@@ -25,10 +25,6 @@ lib = torch.library.Library("meshwright", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.pointwise)
 lib.define("gated(Tensor gate, Tensor up, str act) -> Tensor", tags=_TAGS)
 lib.define("gated_backward(Tensor grad, Tensor gate, Tensor up, str act) -> (Tensor, Tensor)", tags=_TAGS)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _act(x: torch.Tensor, act: str) -> torch.Tensor:
@@ -42,11 +38,11 @@ def _act_backward(g: torch.Tensor, x: torch.Tensor, act: str) -> torch.Tensor:
 
 
 def _forward(gate, up, act: str) -> torch.Tensor:
-    return _act(_wide(gate), act).mul_(up).to(gate.dtype).contiguous()
+    return _act(gate.to(wide_of(gate.dtype)), act).mul_(up).to(gate.dtype).contiguous()
 
 
 def _backward(grad, gate, up, act: str) -> tuple[torch.Tensor, torch.Tensor]:
-    g, x = _wide(grad), _wide(gate)
+    g, x = grad.to(wide_of(grad.dtype)), gate.to(wide_of(gate.dtype))
     dgate = _act_backward(g * up, x, act)
     dup = _act(x, act).mul_(g)
     return dgate.to(gate.dtype).contiguous(), dup.to(up.dtype).contiguous()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import attention, cross_entropy, gated, linear_cross_entropy, rms_norm
+from . import add_norm, attention, cross_entropy, gated, linear_cross_entropy, rms_norm
 
 ops = torch.ops.meshwright
 
@@ -22,6 +22,10 @@ INSIDE: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     ops.nll_backward.default: (cross_entropy._nll_backward, cross_entropy._nll_backward),
     ops.rms_norm.default: (rms_norm._forward, None),
     ops.rms_norm_backward.default: (rms_norm._backward, None),
+    ops.add_rms_norm.default: (add_norm._rms, None),
+    ops.add_rms_norm_backward.default: (add_norm._rms_backward, None),
+    ops.add_layer_norm.default: (add_norm._layer, None),
+    ops.add_layer_norm_backward.default: (add_norm._layer_backward, None),
     ops.gated.default: (gated._forward, None),
     ops.gated_backward.default: (gated._backward, None),
     ops.linear_nll.default: (linear_cross_entropy._forward, linear_cross_entropy._forward),

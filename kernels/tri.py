@@ -33,6 +33,11 @@ else:
     constexpr = tl.constexpr if HAVE else Any
 
 
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of `dtype` are computed: float32, or float64 for its own."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def pow2(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()

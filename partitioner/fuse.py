@@ -2,6 +2,7 @@
 
     gated      act(gate) * up, act one of silu, gelu            -> kernels/gated.py, and its three backward ops to one
     residual   dropout(x) + residual                            -> `random.dropout` with its residual
+    norm       a norm of x + residual, forward and backward     -> kernels/add_norm.py (`fuse_norm.py`)
 
 Norms and activations that models write out by hand are found before tracing (`known.py`). `auto` fuses where the
 device has kernels for it: on a CPU the forms in torch make in backward what they do not keep.
@@ -18,6 +19,7 @@ import torch.fx as fx
 
 from ..kernels import gated as _registers_the_ops  # noqa: F401
 from ..kernels import random
+from .fuse_norm import fuse_norm
 
 aten = torch.ops.aten
 mw = torch.ops.meshwright
@@ -37,7 +39,7 @@ def fuse(graph: fx.Graph) -> Counter[str]:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.meta.get("backward"):
             continue
-        said = _gated(graph, node) or _residual(graph, node)
+        said = _gated(graph, node) or _residual(graph, node) or fuse_norm(graph, node, _call)
         if said:
             found[said] += 1
     graph.eliminate_dead_code()

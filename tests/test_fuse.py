@@ -25,11 +25,28 @@ def fused(model: nn.Module, batch: dict[str, Any], all_of_it: bool = True):
     return capture(model, (), batch, fused=all_of_it)
 
 
+def encoder() -> tuple[nn.Module, dict[str, Any]]:
+    """PyTorch's own blocks, one that norms after and one that norms before."""
+    after, before = (
+        nn.TransformerEncoderLayer(8, 2, 16, 0.1, "gelu", batch_first=True, norm_first=first) for first in (False, True)
+    )
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.after, self.before = after, before
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.before(self.after(x)).sum()
+
+    return Both(), {"x": torch.randn(2, 4, 8)}
+
+
 def test_what_is_fused_in_each_model(golden):
     lines = []
-    for name in MODELS:
+    for name, build in [*((n, ZOO[n]) for n in MODELS), ("torch.nn", encoder)]:
         torch.manual_seed(0)
-        model, batch = ZOO[name]()
+        model, batch = build()
         plain, graph = fused(model, batch, False), fused(model, batch)
         lines.append(f"{name}: {len(plain.fx.nodes)} nodes, {len(graph.fx.nodes)} fused; {'; '.join(graph.notes)}")
         assert not any("forward" in vars(m) for m in model.modules())
@@ -96,6 +113,68 @@ def test_on_and_off_are_equal(axes):
         ), compiled.plan.notes
     for key, value in found[0].items():
         torch.testing.assert_close(found[1][key], value, rtol=2e-5, atol=1e-6)
+
+
+class Sums(nn.Module):
+    """A norm of a sum within one module, and a sum that ends a block before the norm that begins the next."""
+
+    def __init__(self, norm: Any, whole: bool = True):
+        super().__init__()
+        self.norm, self.norm2, self.up, self.whole = norm(6), norm(6), nn.Linear(6, 6), whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        h = x + self.up(y)
+        return self.norm2(h) * h + h
+
+
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "plain": lambda n: nn.LayerNorm(n, elementwise_affine=False)}
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"dp": 2, "pp": 2}, marks=SLOW)], ids=str)
+def test_norms_of_sums_are_equal_on_and_off(axes):
+    torch.manual_seed(0)
+    model, x, found = nn.Sequential(*(Sums(n) for n in NORMS.values())), torch.randn(8, 5, 6), []
+    for option in ("none", "all"):
+        more: dict[str, Any] = {"micro_batches": 2} if "pp" in axes else {}
+        compiled = mw.compile(model, mw.Mesh(**axes, device="cpu"), fuse=option, loss=torch.mean, **more)
+        loss = compiled.step(x)
+        found.append({"loss": loss, **compiled.gather("grads")})
+    notes = " ".join(compiled.plan.notes)
+    assert "2 x residual + layer norm, 1 x residual + rms norm" in notes, notes
+    assert "1 x residual + layer norm not fused: the sum is another module's" in notes, notes
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=2e-5, atol=1e-6)
+
+
+def test_rules_of_norms_of_sums():
+    x, r, g, w, b = torch.randn(4, 6), torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
+    for weight, bias, gs in ((w, b, g), (None, None, None)):
+        assert check_call(ops.add_rms_norm.default, (x, r, [6], weight, 1e-5))
+        y, total, mean, rstd = ops.add_layer_norm(x, r, [6], weight, bias, 1e-5)
+        assert check_call(ops.add_layer_norm.default, (x, r, [6], weight, bias, 1e-5))
+        assert check_call(ops.add_rms_norm_backward.default, (g, gs, total, [6], rstd, weight))
+        assert check_call(ops.add_layer_norm_backward.default, (g, gs, total, [6], mean, rstd, weight, bias))
+        torch.library.opcheck(ops.add_layer_norm.default, (x, r, [6], weight, bias, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_of_sums_are_as_near_as_torch(dtype):
+    """The parts in torch, each rounded, against one op: the sum's bits are equal, the rest is nearer to float64."""
+    for rows, n in ((5, 33), (1, 1), (0, 3)):
+        x, r, g, gs = (torch.randn(rows, 2 * n).to(dtype)[:, ::2] for _ in range(4))
+        w, b = (torch.randn(n).to(dtype) for _ in range(2))
+        total = x + r
+        leaves = [t.double().requires_grad_() for t in (total, w, b)]
+        eager = [t.detach().clone().requires_grad_() for t in (total, w, b)]
+        y64, ye = F.layer_norm(leaves[0], (n,), leaves[1], leaves[2]), F.layer_norm(eager[0], (n,), eager[1], eager[2])
+        exact = [y64, *torch.autograd.grad((y64 * g + leaves[0] * gs).sum(), leaves)]
+        theirs = [ye, *torch.autograd.grad((ye * g + eager[0] * gs).sum(), eager)]
+        y, h, mean, rstd = ops.add_layer_norm(x, r, [n], w, b, 1e-5)
+        ours = [y, *ops.add_layer_norm_backward(g, gs, h, [n], mean, rstd, w, b)]
+        assert (h == total).all()
+        for a, t, e in zip(ours, theirs, exact, strict=True):
+            assert (a.double() - e).norm() <= 2 * (t.double() - e).norm() + 1e-6, (n, a, t, e)
 
 
 def test_what_is_read_elsewhere_stays():

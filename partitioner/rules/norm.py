@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...kernels import rms_norm as _registers_the_ops  # noqa: F401
+from ...kernels import add_norm as _registers_the_ops  # noqa: F401
 from .dims import additive, bound, names, rebound
 from .lead import guarded, outputs_of, own_whole
 from .notation import Dims, Local, Rule
@@ -76,6 +76,33 @@ def rms_norm_backward(call: Call) -> Rule:
         ),
         call,
     )
+
+
+@on(TABLE, mw.add_rms_norm.default, mw.add_layer_norm.default)
+def add_norm(call: Call) -> Rule:
+    """`a h!, a h!, h!, h! -> a h!, a h!, a 1, a 1`."""
+    x, stat, weight, whole = _rows(call, 0)
+    more = (weight,) * (len(call.operands) - 2)
+    outs = (x, x, *(stat for _ in call.outputs[2:]))
+    return guarded(Rule((x, x, *more), outs, whole=whole), call)
+
+
+@on(TABLE, mw.add_rms_norm_backward.default, mw.add_layer_norm_backward.default)
+def add_norm_backward(call: Call) -> Rule:
+    """`a h!, a h!, a h!, a 1, a 1, h!, h! -> a h!, h! {a}, h! {a}`; linear in both gradients together."""
+    a = bound(call)
+    grads = 1 if a["grad_sum"] is None else 2
+    x, stat, weight, whole = _rows(call, grads)
+    stats = 2 if "mean" in a else 1
+    operands = (*(x,) * (grads + 1), *(stat,) * stats, *(weight,) * (len(call.operands) - grads - 1 - stats))
+    outs, sums = [x], [{}]
+    for i, name in enumerate(("weight", "bias")[: len(call.outputs) - 1]):
+        own = own_whole(call.outputs[i + 1].shape, f"e{i}_")  # of no elements, where there is no such parameter
+        outs.append(own[0] if a[name] is None else weight)
+        sums.append({} if a[name] is None else _summed(stat))
+        whole |= own[1] if a[name] is None else frozenset()
+    linear = additive(call, set(range(grads)))
+    return guarded(Rule(operands, tuple(outs), tuple(sums), whole=whole, linear=linear), call)
 
 
 def _groups(call: Call, grads: int) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:

@@ -18,7 +18,7 @@ from legs import interpreter
 interpreter.start()
 
 import torch  # noqa: E402
-from meshwright.kernels import dropout, gated, logit_rows, philox, random, rms_norm  # noqa: E402
+from meshwright.kernels import add_norm, dropout, gated, logit_rows, philox, random, rms_norm  # noqa: E402
 from meshwright.kernels import linear_cross_entropy as lce  # noqa: E402
 
 from legs.error import within  # noqa: E402
@@ -54,6 +54,29 @@ def test_rms_norm(dtype, weighted):
         want, r64 = rms_norm._forward(x.double(), [n], None if w is None else w.double(), 1e-6)
         wdx, wdw = rms_norm._backward(g.double(), x.double(), [n], r64, None if w is None else w.double())
         within((y, want), (rstd, r64), (dx, wdx), (dw, wdw))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_of_a_sum(dtype, affine):
+    """Both norms with a residual: strided operands, an expanded gradient, a gradient of the sum or none; the sum has
+    torch's bits, and so backward starts from equal numbers."""
+    for rows, n in ((7, 1003), (1, 5), (0, 8), (2, 4100)):
+        x, r = strided(rows, n, dtype=dtype), strided(rows, n, dtype=dtype)
+        g, gs = torch.randn(n).to(dtype).expand(rows, n), torch.randn(rows, n).to(dtype) if n != 5 else None
+        w, b = (torch.randn(n).to(dtype) if affine else None for _ in range(2))
+        wide = [None if t is None else t.double() for t in (g, gs, w, b)]
+        y, total, rstd = add_norm.triton_rms(x, r, [n], w, 1e-6)
+        assert (total == x + r).all()
+        want = rms_norm._forward(total.double(), [n], wide[2], 1e-6)
+        got = add_norm.triton_rms_backward(g, gs, total, [n], rstd, w)
+        exact = add_norm._rms_backward(wide[0], wide[1], total.double(), [n], want[1], wide[2])
+        within((y, want[0]), *zip(got, exact, strict=True), times=1.2)
+        y, total, mean, rstd = add_norm.triton_layer(x, r, [n], w, b, 1e-6)
+        want = add_norm._layer(total.double(), 0 * total.double(), [n], wide[2], wide[3], 1e-6)
+        got = add_norm.triton_layer_backward(g, gs, total, [n], mean, rstd, w, b)
+        exact = add_norm._layer_backward(wide[0], wide[1], total.double(), [n], want[2], want[3], wide[2], wide[3])
+        within((y, want[0]), *zip(got, exact, strict=True), times=1.2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from meshwright.kernels import dropout, gated, logit_rows, rms_norm
+from typing import Any
+
+from meshwright.kernels import dropout, gated, logit_rows, norm_rows
 
 from legs.machine_code import Case
 
 KERNELS: dict[str, Case] = {}
-for _n in (rms_norm.SUMMED, rms_norm.WIDEST):
-    _more = {"WEIGHT": True, "BLOCK": _n}
-    KERNELS[f"rms_norm {_n}"] = Case(
-        rms_norm.forward_kernel, "*bf16 *bf16 *bf16 *fp32 i32 fp32", _more, rms_norm.warps(_n)
-    )
-    KERNELS[f"rms_norm_backward {_n}"] = Case(
-        rms_norm.backward_kernel,
-        "*bf16 *bf16 *bf16 *fp32 *bf16 *fp32 i32 i32 i32",
-        _more | {"SUMS": _n <= rms_norm.SUMMED},
-        rms_norm.warps(_n),
-        1,
-    )
+_OPTIONAL = {"residual": "RESIDUAL", "total": "RESIDUAL", "dsum": "DSUM", "mean": "CENTERED", "b": "BIAS"}
+_OPTIONAL |= {"w": "WEIGHT", "dw": "SUMS", "db": "SUMS"}
+_OF_ROWS = {"mean": "*fp32", "rstd": "*fp32", "dw": "*fp32", "db": "*fp32", "rows": "i32", "n": "i32", "per": "i32"}
+_OF_ROWS |= {"eps": "fp32"}
+
+
+def _rows(kernel: Any, n: int, stages: int = 3, **on: bool) -> Case:
+    """A case of the norms' kernels at rows of n; what is not `on` but the weight is not there."""
+    flags = dict.fromkeys(("RESIDUAL", "DSUM", "CENTERED", "BIAS"), False) | {"WEIGHT": True} | on
+    flags["SUMS"] = n <= norm_rows.SUMMED
+    constants: dict[str, Any] = {k: v for k, v in flags.items() if k in kernel.arg_names} | {"BLOCK": n}
+    if "SUMS" in constants:
+        flags["BIAS"] = constants["BIAS"] = flags["BIAS"] and flags["SUMS"]
+        constants |= {} if flags["BIAS"] else {"db": None}
+    gone = [k for k, flag in _OPTIONAL.items() if k in kernel.arg_names and not flags[flag]]
+    constants |= dict.fromkeys(gone)
+    types = " ".join(_OF_ROWS.get(k, "*bf16") for k in kernel.arg_names if k not in constants)
+    return Case(kernel, types, constants, norm_rows.warps(n), stages)
+
+
+_ALL = dict.fromkeys(("RESIDUAL", "DSUM", "CENTERED", "BIAS"), True)
+for _n in (norm_rows.SUMMED, norm_rows.WIDEST):
+    for _name, _on in (("rms_norm", {}), ("add_layer_norm", _ALL)):
+        KERNELS[f"{_name} {_n}"] = _rows(norm_rows.forward_kernel, _n, **_on)
+        KERNELS[f"{_name}_backward {_n}"] = _rows(norm_rows.backward_kernel, _n, 1, **_on)
 
 _BLOCK = {"BLOCK": logit_rows.BLOCK}
 _WARPS = logit_rows.warps(logit_rows.BLOCK)
