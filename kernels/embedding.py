@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import torch
 
+from .bounds import in_bounds
+
 
 def _held(ids: torch.Tensor, start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     there = (ids >= start) & (ids < start + rows)
     return torch.where(there, ids - start, 0), there
 
 
-def embedding_rows(weight: torch.Tensor, ids: torch.Tensor, start: int) -> torch.Tensor:
-    """weight[ids - start] where that row is held, zeros elsewhere."""
+def embedding_rows(weight: torch.Tensor, ids: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """weight[ids - start] where that row is held, zeros elsewhere; the whole has `size` rows."""
+    in_bounds(ids, size)
     if weight.shape[0] == 0:
         return weight.new_zeros(*ids.shape, *weight.shape[1:])
     row, there = _held(ids, start, weight.shape[0])

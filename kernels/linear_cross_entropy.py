@@ -24,8 +24,8 @@ from .cross_entropy import cross_entropy, held, refuse
 from .cross_entropy import wide as dtype_of_sums
 from .logit_rows import TORCH, Rows, rows_for
 
-CHUNK_BYTES = 1 << 26
-"""Of a chunk of logits in the wide dtype."""
+CHUNK_BYTES, CHUNK_BYTES_CUDA, LEAST_ROWS = 1 << 24, 1 << 28, 256
+"""Of a chunk of logits in the wide dtype; a chunk has so many rows at least, or its products are slow."""
 
 lib = torch.library.Library("meshwright", "FRAGMENT")
 for _line in (
@@ -35,13 +35,16 @@ for _line in (
     "int classes) -> (Tensor, Tensor)",
     "linear_nll_backward(Tensor grad, Tensor? grad_lse, Tensor x, Tensor w, Tensor? b, Tensor target, Tensor lse, "
     "int ignore_index, int start) -> (Tensor, Tensor, Tensor)",
+    "linear_nll_step(Tensor x, Tensor w, Tensor? b, Tensor target, Tensor grad, int ignore_index, bool want_x, "
+    "bool want_w, bool want_b) -> (Tensor, Tensor, Tensor, Tensor)",
 ):
     lib.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def chunk_rows(v: int, dtype: torch.dtype) -> int:
+def chunk_rows(v: int, dtype: torch.dtype, cuda: bool) -> int:
     """Rows of a chunk of logits."""
-    return max(1, CHUNK_BYTES // (max(1, v) * dtype_of_sums(dtype).itemsize))
+    nbytes = CHUNK_BYTES_CUDA if cuda else CHUNK_BYTES
+    return max(LEAST_ROWS, nbytes // (max(1, v) * dtype_of_sums(dtype).itemsize))
 
 
 def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool = True) -> torch.Tensor:
@@ -51,9 +54,10 @@ def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool
 
 
 def _chunks(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wide: bool = True):
-    """(rows, their logits), chunk by chunk."""
-    step = chunk_rows(w.shape[0], x.dtype)
-    for start in range(0, x.shape[0], step):
+    """(rows, their logits), chunk by chunk; the first alone of tensors without values: it shows all that is held."""
+    step = chunk_rows(w.shape[0], x.dtype, x.device.type != "cpu")
+    real = x.untyped_storage().device.type != "meta"
+    for start in range(0, x.shape[0] if real else min(x.shape[0], step), step):
         rows = slice(start, min(start + step, x.shape[0]))
         yield rows, _logits(x[rows], w, b, wide)
 
@@ -111,6 +115,29 @@ def _backward(
     return dx, dw.copy_(sums), db.copy_(bias)
 
 
+def _step(
+    x, w, b, target, grad, ignore_index: int, want_x: bool, want_w: bool, want_b: bool, passes: Rows = TORCH
+) -> tuple[torch.Tensor, ...]:
+    """(nll, dx, dw, db) of rows whose classes are all here, the logits made once; db is [1, v]."""
+    nll, dx, dw, db = _fake_step(x, w, b, target, grad, ignore_index, want_x, want_w, want_b)
+    wide, v = nll.dtype, w.shape[0]
+    refuse(target, ignore_index, v)
+    sums, bias = torch.zeros_like(dw, dtype=wide), torch.zeros_like(db, dtype=wide)
+    column, there = held(target, ignore_index, 0, v)
+    own = grad.to(wide).masked_fill(there.logical_not(), 0.0)
+    for rows, z in _chunks(x, w, b, False):
+        nll[rows], dz = passes.both(z, column[rows], own[rows])
+        if want_b:
+            bias += dz.sum(0, keepdim=True, dtype=wide)
+        if want_x:
+            torch.mm(dz, w, out=dx[rows])
+        if want_w:
+            _add_product(sums, dz, x[rows])
+        del z, dz
+    dw = sums if dw.dtype == wide else dw.copy_(sums)
+    return nll.masked_fill_(there.logical_not(), 0.0), dx, dw, db.copy_(bias)
+
+
 def _add_product(sums: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None:
     """sums += dzᵀ x, the sum over chunks in the dtype of `sums`."""
     if sums.dtype == dz.dtype:
@@ -133,6 +160,12 @@ def _fake_sums(x, w, b, target, top, ignore_index, start, classes):
 
 def _fake_backward(grad, grad_lse, x, w, b, target, lse, ignore_index, start):
     return x.new_empty(x.shape), w.new_empty(w.shape), w.new_empty(0) if b is None else b.new_empty(b.shape)
+
+
+def _fake_step(x, w, b, target, grad, ignore_index, want_x, want_w, want_b):
+    nll = x.new_empty(target.shape, dtype=dtype_of_sums(x.dtype))
+    dx, dw = (t.new_empty(t.shape if wanted else 0) for t, wanted in ((x, want_x), (w, want_w)))
+    return nll, dx, dw, w.new_empty((1, w.shape[0]) if want_b else 0)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -164,10 +197,16 @@ for _name, _op, _fake in (
     ("linear_max", _max, _fake_max),
     ("linear_sums", _sums, _fake_sums),
     ("linear_nll_backward", _backward, _fake_backward),
+    ("linear_nll_step", _step, _fake_step),
 ):
     lib.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshwright::{_name}", _fake, lib=lib)
-for _name, _op in (("linear_nll", _forward), ("linear_sums", _sums), ("linear_nll_backward", _backward)):
+for _name, _op in (
+    ("linear_nll", _forward),
+    ("linear_sums", _sums),
+    ("linear_nll_backward", _backward),
+    ("linear_nll_step", _step),
+):
     lib.impl(_name, _on_cuda(_op), "CUDA")
 torch.library.register_autograd("meshwright::linear_nll", _autograd, setup_context=_setup, lib=lib)
 

@@ -5,8 +5,10 @@
     gradient     z[i, c] <- every[i] exp(z[i, c] - lse[i]); at column i, where there is one,
                            own[i] expm1(z - lse) + (every[i] - own[i]) exp(z - lse)
 
+    both         nll[i] = lse[i] - picked[i] and the gradient with every = own    one exponential a logit
+
 z is contiguous; the arithmetic is float32 or wider, and the running maximum and sum keep a row of any width in one
-program. `gradient` and `sums` overwrite z.
+program. `gradient`, `sums` and `both` overwrite z.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ BLOCK = 8192
 Statistics = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Sums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Gradient = Callable[..., torch.Tensor]
+Both = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+CACHED = 1 << 20
+"""Bytes of logits in the wide dtype that `both` takes at once on a CPU: they stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,14 @@ class Rows:
         sums: (z, column, top [n]) -> (sum, picked), [n] in the wide dtype.
         gradient: (z, column, there [n] bool, lse, every, own, [n] in the wide dtype) -> dz in the dtype of z; z's
             memory is used.
+        both: (z in any dtype, column, own) -> (nll [n] in the wide dtype, dz); z's memory is used.
         wide: whether z is to be in the wide dtype.
     """
 
     statistics: Statistics
     sums: Sums
     gradient: Gradient
+    both: Both
     wide: bool
 
 
@@ -60,6 +67,27 @@ def _gradient(z, column, there, lse, every, own):
     picked = torch.expm1(far) * own + torch.exp(far) * (every - own)
     z.exp_().mul_(every.unsqueeze(1))
     return z.scatter_(1, at, torch.where(there.unsqueeze(1), picked.unsqueeze(1), z.gather(1, at)))
+
+
+def _both(z, column, own):
+    nll, step = torch.empty_like(own), max(1, CACHED // max(1, z.shape[1] * own.element_size()))
+    for i in range(0, z.shape[0], step):
+        rows = slice(i, i + step)
+        nll[rows] = _both_of_few(z[rows], column[rows].unsqueeze(1), own[rows].unsqueeze(1)).squeeze(1)
+    return nll, z
+
+
+def _both_of_few(z, at, own):
+    """exp(z - lse) is exp(z - top) over its sum; the target's own entry is expm1, free of cancellation."""
+    p = z.to(own.dtype)
+    top = p.amax(1, keepdim=True)
+    far = p.gather(1, at) - top
+    total = p.sub_(top).exp_().sum(1, keepdim=True)
+    far -= total.log()
+    p.mul_(own / total).scatter_(1, at, own * torch.expm1(far))
+    if p is not z:
+        z.copy_(p)
+    return far.neg_()
 
 
 @jit
@@ -148,8 +176,15 @@ def triton_gradient(z, column, there, lse, every, own):
     return z
 
 
-TORCH = Rows(_statistics, _sums, _gradient, True)
-TRITON = Rows(triton_statistics, triton_sums, triton_gradient, False)
+def triton_both(z, column, own):
+    """`_both` by two kernels."""
+    lse, picked = triton_statistics(z, column)
+    there = torch.ones_like(column, dtype=torch.bool)
+    return lse - picked, triton_gradient(z, column, there, lse, own, own)
+
+
+TORCH = Rows(_statistics, _sums, _gradient, _both, True)
+TRITON = Rows(triton_statistics, triton_sums, triton_gradient, triton_both, False)
 
 
 def rows_for(x: torch.Tensor) -> Rows:

@@ -212,7 +212,16 @@ def pinned_choices(
         return found
     few = smallest(pins[node], lambda some: not left(some))
     said = f"{cannot(few)} on axis {axis}: {node.name} ({node.target}) at {where(node)}"
-    raise PlanError(f"{said} has no such split" if len(few) == 1 else f"{said} lies in one way; drop one of them")
+    if len(few) > 1:
+        raise PlanError(f"{said} lies in one way; drop one of them")
+    can = dict.fromkeys(str(_in_state(whole, output_state(shape, 0, c), axis)) for c in choices)
+    raise PlanError(f"{said} has no such split; over {axis} it may lie as {', '.join(can)}")
+
+
+def _in_state(whole: Layout, state: State, axis: str) -> Layout:
+    if state is None:
+        return whole
+    return whole.with_partial(axis, state) if isinstance(state, str) else whole.with_axes(state, (axis,))
 
 
 def cannot(pins: tuple[Pin, ...]) -> str:

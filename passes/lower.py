@@ -2,6 +2,7 @@
 
     insert_reshards   every operand gets the layout its call needs             (layouts-agree, backward-reads-kept)
     expand_reshards   each reshard becomes its primitives                      (primitives-chain)
+    chunk_loss        a large loss is made with its gradients, logits a chunk at a time
     insert_pause      outputs leave between forward and backward, if asked     (backward-after-pause)
     segments          with micro-batches or stages: a graph for every phase    (act_laws.py)
     start_early       collectives start early, wait late, small ones together  (one-wait)
@@ -25,6 +26,7 @@ from ..partitioner.plan import Plan
 from ..partitioner.program import Program, Segment
 from . import dump, laws
 from .act_laws import check_acts
+from .chunk_loss import chunk_loss
 from .draft import Draft, start
 from .expand import expand_reshards
 from .localize import on_device, rank_graph
@@ -34,7 +36,7 @@ from .reshard import insert_reshards
 from .segments import Part, Segmented, segments
 
 CPU = torch.device("cpu")
-WHOLE = (insert_reshards, expand_reshards, insert_pause)
+WHOLE = (insert_reshards, expand_reshards, chunk_loss, insert_pause)
 PASSES = (*WHOLE, start_early)
 
 
@@ -72,12 +74,15 @@ def needs_segments(plan: Plan) -> bool:
 
 
 def dumps(captured: Graph, plan: Plan, form: str) -> dict[str, str]:
-    """The program's text as captured and after each pass, by running them again on a copy."""
+    """The program's text as captured and after each pass that changed it, by running them again on a copy."""
     draft = start(captured.copy(), plan, form, False)
     out = {"0_captured": dump.text(draft)}
+    last = out["0_captured"]
     for i, run in enumerate(WHOLE, 1):
         draft = run(draft)
-        out[f"{i}_{run.__name__}"] = dump.text(draft)
+        before, last = last, dump.text(draft)
+        if last != before:
+            out[f"{i}_{run.__name__}"] = last
     at = len(PASSES)
     if not needs_segments(plan):
         return out | {f"{at}_start_early": dump.text(start_early(draft))}

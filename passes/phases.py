@@ -65,8 +65,10 @@ def _timed(draft: Draft, collects: frozenset[fx.Node]) -> set[fx.Node]:
             is_timed = TIME in split.partial or any(TIME in axes for axes in split.axes.values())
         elif is_getitem(node):
             is_timed = node.args[0] in found
-        else:
-            is_timed = node in draft.layouts and changes_in_time(draft.layouts[node])
+        elif node in draft.layouts:
+            is_timed = changes_in_time(draft.layouts[node])
+        else:  # several results, each with its layout
+            is_timed = node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)
         if is_timed:
             found.add(node)
     again = made_again(draft.graph, draft.plan)

@@ -157,6 +157,10 @@ class Saving:
         self._thread = threading.Thread(target=self._write, args=(parts, head, keep), name=f"saving {self.path.name}")
         self._thread.start()
 
+    def __repr__(self) -> str:
+        done = "written" if not self._thread.is_alive() else "being written"
+        return f"<checkpoint {self.path}, {done}>"
+
     def _write(self, parts: list[RankPart], head: dict[str, Any], keep: int | None) -> None:
         try:
             for part in parts:

@@ -264,7 +264,7 @@ def test_rms_norm_accumulates_weight_gradients_wide():
 def test_embedding_rows(scaled):
     weight, at, g = torch.randn(9, 4), torch.randint(0, 9, (3, 5)), torch.randn(3, 5, 4)
     cuts = ((0, 4), (4, 4), (4, 9))
-    same(sum(embedding.embedding_rows(weight[a:b], at, a) for a, b in cuts), weight[at])
+    same(sum(embedding.embedding_rows(weight[a:b], at, a, len(weight)) for a, b in cuts), weight[at])
     want = torch.ops.aten.embedding_dense_backward(g, at, 9, int(at[0, 0]), scaled)
     pads = int(at[0, 0])
     got = [embedding.embedding_rows_backward(g, at, b - a, pads, scaled, a) for a, b in cuts]

@@ -35,7 +35,7 @@ def embedding(call: Call) -> Rule:
     def localize(local: Local) -> Made:
         if not _cut(local, 0, 0):
             return local.target, local.args, local.kwargs
-        return embedding_rows, (local.args[0], local.args[1], local.start("v")), {}
+        return embedding_rows, (local.args[0], local.args[1], local.start("v"), local.whole_shape(0)[0]), {}
 
     return Rule(
         ((("v",), ("d",)), i),
@@ -129,7 +129,7 @@ def index(call: Call) -> Rule:
         if not form.single or not _cut(local, 0, at):
             return local.target, local.args, local.kwargs
         size = local.whole_shape(0)[at]
-        return masked.take_rows, (local.args[0], at, local.args[1][at], local.start(f"x{at}"), size), {}
+        return masked.take_rows, (local.args[0], at, local.args[1][at], local.start(f"x{at}"), size, -size), {}
 
     split = form.single and number
     return Rule(
@@ -214,7 +214,8 @@ def index_add(call: Call) -> Rule:
     def localize(local: Local) -> Made:
         first = local.start("n") == 0
         if _cut(local, 0, dim):
-            args = (argument(local, "index"), argument(local, "source"), local.start("x"), argument(local, "alpha"))
+            size, index = local.whole_shape(0)[dim], argument(local, "index")
+            args = (index, argument(local, "source"), local.start("x"), size, argument(local, "alpha"))
             return masked.add_rows, (local.args[0], dim, *args, first), {}
         if first:
             return local.target, local.args, local.kwargs
@@ -280,7 +281,8 @@ def gather(call: Call) -> Rule:
     def localize(local: Local) -> Made:
         if not _cut(local, 0, dim):
             return local.target, local.args, local.kwargs
-        return masked.gather_rows, (local.args[0], dim, argument(local, "index"), local.start("x")), {}
+        ids = argument(local, "index")
+        return masked.gather_rows, (local.args[0], dim, ids, local.start("x"), local.whole_shape(0)[dim]), {}
 
     return Rule(
         (own, ids),
@@ -312,7 +314,8 @@ def scatter(call: Call) -> Rule:
     def localize(local: Local) -> Made:
         first = "n" in whole or local.start("n") == 0
         if _cut(local, 0, dim):
-            args = (local.args[0], dim, argument(local, "index"), local.args[3], local.start("x"), add, first)
+            at = (local.start("x"), local.whole_shape(0)[dim])
+            args = (local.args[0], dim, argument(local, "index"), local.args[3], *at, add, first)
             return masked.scatter_rows, args, {}
         if first:
             return local.target, local.args, local.kwargs

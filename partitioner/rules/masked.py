@@ -1,5 +1,5 @@
 """What a rank runs that holds rows [start, start + n) of an indexed dim: the indices of other rows give zeros, or write
-nothing. Writes go to a copy with one row more, which takes what is not held."""
+nothing, and an index outside the whole dim is an error. Writes go to a copy with one row more, which takes what is not held."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
+from ...kernels.bounds import in_bounds
 
-def _rows(ids: torch.Tensor, start: int, held: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+
+def _rows(ids: torch.Tensor, start: int, held: int, size: int, low: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(row here, `held` where it is not here; whether it is here). Negative indices count from the whole's end."""
+    in_bounds(ids, size, low)
     at = torch.where(ids < 0, ids + size, ids) - start
     there = (at >= 0) & (at < held)
     return torch.where(there, at, held), there
@@ -20,10 +23,10 @@ def _spread(there: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     return there.reshape(*there.shape, *[1] * (x.dim() - dim - there.dim()))
 
 
-def take_rows(x: torch.Tensor, dim: int, ids: torch.Tensor, start: int, size: int) -> torch.Tensor:
+def take_rows(x: torch.Tensor, dim: int, ids: torch.Tensor, start: int, size: int, low: int = 0) -> torch.Tensor:
     """x[..., ids - start, ...] at `dim`, zeros where the row is not held. A 0-d `ids` removes the dim."""
     held = x.shape[dim]
-    rows, there = _rows(ids, start, held, size)
+    rows, there = _rows(ids, start, held, size, low)
     shape = (*x.shape[:dim], *ids.shape, *x.shape[dim + 1 :])
     if held == 0:
         return x.new_zeros(shape)
@@ -31,8 +34,9 @@ def take_rows(x: torch.Tensor, dim: int, ids: torch.Tensor, start: int, size: in
     return out.masked_fill_(_spread(there.logical_not(), out, dim), 0)
 
 
-def gather_rows(x: torch.Tensor, dim: int, ids: torch.Tensor, start: int) -> torch.Tensor:
+def gather_rows(x: torch.Tensor, dim: int, ids: torch.Tensor, start: int, size: int) -> torch.Tensor:
     """`gather` of the rows held, zeros elsewhere."""
+    in_bounds(ids, size)
     held = x.shape[dim]
     if held == 0:
         return x.new_zeros(ids.shape)
@@ -59,23 +63,23 @@ def put_rows(
 ) -> torch.Tensor:
     """`index_put` at `dim` of the rows held; `first` false: only what is added."""
     room = _room(x, dim, first)
-    at = (None,) * dim + (_rows(ids, start, x.shape[dim], size)[0],)
+    at = (None,) * dim + (_rows(ids, start, x.shape[dim], size, -size)[0],)
     return _kept(torch.ops.aten.index_put_(room, list(at), values, add), dim)
 
 
 def add_rows(
-    x: torch.Tensor, dim: int, ids: torch.Tensor, source: torch.Tensor, start: int, alpha: Any, first: bool
+    x: torch.Tensor, dim: int, ids: torch.Tensor, source: torch.Tensor, start: int, size: int, alpha: Any, first: bool
 ) -> torch.Tensor:
     """`index_add` at `dim` of the rows held; `first` false: only what is added."""
-    rows = _rows(ids, start, x.shape[dim], 0)[0]
+    rows = _rows(ids, start, x.shape[dim], size)[0]
     return _kept(_room(x, dim, first).index_add_(dim, rows, source, alpha=alpha), dim)
 
 
 def scatter_rows(
-    x: torch.Tensor, dim: int, ids: torch.Tensor, source: Any, start: int, add: bool, first: bool
+    x: torch.Tensor, dim: int, ids: torch.Tensor, source: Any, start: int, size: int, add: bool, first: bool
 ) -> torch.Tensor:
     """`scatter` (or scatter_add) at `dim` into the rows held; `first` false: only what is added."""
-    rows, room = _rows(ids, start, x.shape[dim], 0)[0], _room(x, dim, first)
+    rows, room = _rows(ids, start, x.shape[dim], size)[0], _room(x, dim, first)
     return _kept(room.scatter_add_(dim, rows, source) if add else room.scatter_(dim, rows, source), dim)
 
 

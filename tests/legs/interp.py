@@ -109,6 +109,7 @@ def test_a_sure_target_keeps_its_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_linear_loss_by_kernels(dtype, monkeypatch):
     """The whole op on the kernels, in chunks that are uneven, against float64 and the torch form's own error."""
+    monkeypatch.setattr(lce, "LEAST_ROWS", 1)
     monkeypatch.setattr(lce, "CHUNK_BYTES", 4 * 1003 * 4)
     x, w, b = torch.randn(7, 33).to(dtype), torch.randn(1003, 33).to(dtype), torch.randn(1003).to(dtype)
     target = torch.randint(0, 1003, (7,))
@@ -122,6 +123,14 @@ def test_linear_loss_by_kernels(dtype, monkeypatch):
         nll, lse = lce._forward(x, w, b, target, -100, passes)
         made = (nll, lse, *lce._backward(grad, grad_lse, x, w, b, target, lse, -100, 0, passes))
         found.append([(a.double() - e).norm() / e.norm() for a, e in zip(made, (nll64, lse64, *exact), strict=True)])
+    for ours, torchs in zip(*found, strict=True):
+        assert ours <= 2 * torchs + 1e-7, found
+    wants = (target, grad, -100, True, True, True)
+    exact = lce._step(wide[0], wide[1], wide[2], *wants)
+    found = []
+    for passes in (logit_rows.TRITON, logit_rows.TORCH):
+        made = lce._step(x, w, b, *wants, passes)
+        found.append([(a.double() - e).norm() / e.norm() for a, e in zip(made, exact, strict=True)])
     for ours, torchs in zip(*found, strict=True):
         assert ours <= 2 * torchs + 1e-7, found
 
