@@ -5,7 +5,8 @@ After:   nll, dx, dw, _ = linear_nll_step(x, w, None, target, g, ...)         a 
 
 Backward may begin with a loss whose gradient g does not depend on its value, so the loss is made with its gradients: it
 and all that is made of it move behind the call, into backward. This is done in a whole step where all classes are on
-one rank (over a split vocabulary the loss is other calls), nobody else reads the logits, and they fill a chunk. Whether a rank does so depends on shapes that all ranks have alike.
+one rank (over a split vocabulary the loss is other calls) and one stage, nobody else reads the logits, and they fill a
+chunk. Whether a rank does so depends on shapes that all ranks have alike.
 
 The logits that backward reads may be those of forward made again; the products that give them are compared by what
 they are made of.
@@ -94,6 +95,9 @@ class _Finder:
         inner = {*between, *losses, *(u for n in losses for u in n.users)}
         inner |= {n for chain in chains for n in chain[0]}  # type: ignore[index]
         if not _only_read_in(inner - set(values), inner | ends) or any(_depends(g, n) for n in losses):
+            return None
+        stages = self.draft.plan.stages
+        if stages is not None and len({stages.of[n.name] for n in inner | ends if n.name in stages.of}) > 1:
             return None
         dx, dw = results["dx"], results["dw"]
         x = product.args[-2] if dw is None else dw.args[1]

@@ -126,6 +126,11 @@ def test_a_split_vocabulary_keeps_its_logits():
     assert not any(check(Head(), {"tp": 2}, pin={"head.weight": "[o:tp, i]"}))
 
 
+def test_a_cut_between_the_layer_and_its_loss():
+    options = {"micro_batches": 2, "schedule": "gpipe", "pin": {"nll": "stage 1"}}
+    assert not any(check(Head(), {"pp": 2}, **options))
+
+
 def test_small_logits_are_made_at_once(monkeypatch):
     monkeypatch.setattr(lce, "CHUNK_BYTES", 32 * V * 4)
     assert not any(check(Head(), {"dp": 2}))
