@@ -1,5 +1,6 @@
 """What a rank runs that holds rows [start, start + n) of an indexed dim: the indices of other rows give zeros, or write
-nothing, and an index outside the whole dim is an error. Writes go to a copy with one row more, which takes what is not held."""
+nothing, and an index outside the whole dim is an error. Writes go to a copy with one row more, which takes what is not
+held."""
 
 from __future__ import annotations
 
