@@ -6,13 +6,17 @@
 
 Every mode starts from the same weights, sees the same global batches and steps a fused AdamW. The modes take turns, a
 few steps each, round after round, so that a ratio compares the same minutes of one machine. Read ratios, not times; CPU
-time is steadier than wall time, and blind to waiting. `loss` is the global loss after 5 updates: all modes must agree.
+time is steadier than wall time, and blind to waiting. `peak MB`: of tensors that Python or a dispatch mode sees, what
+is held between steps and what a step adds at most; what C++ alone holds (DDP's buckets) is not seen. `loss` is the
+global loss after 5 updates: all modes must agree.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
+import gc
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
@@ -22,12 +26,15 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from meshwright.partitioner.allocations import Storages
 from race_model import SIZES, Config
 from race_modes import MODES as PLAIN
 from race_modes import Job
 from race_pipelines import ON_FOUR, PIPELINES
 from rich.console import Console
 from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 MODES = PLAIN | PIPELINES | ON_FOUR
 WARM_UP, COUNTED = 6, 1  # steps before timing: 5 updates and the loss that follows, then one whose bytes are counted
@@ -43,6 +50,7 @@ class Row:
     wall_best_ms: float = 0.0
     cpu_ms: float = 0.0  # median, summed over the ranks
     sent_mb: float | None = None  # written by the busiest rank in one step
+    peak_mb: float | None = None  # most live bytes of tensors in one step, of the rank that has most
     error: str = ""
 
 
@@ -93,6 +101,30 @@ def count_bytes(job: Job, config: Config) -> float:
     return max(from_all(sent)) / 1e6
 
 
+def live() -> dict[int, torch.Tensor]:
+    """A tensor of every storage that Python holds, by its address."""
+    gc.collect()
+    found: dict[int, torch.Tensor] = {}
+    for x in gc.get_objects():
+        if issubclass(type(x), torch.Tensor) and not issubclass(type(x), FakeTensor):
+            local = x.to_local() if isinstance(x, DTensor) else x
+            with contextlib.suppress(NotImplementedError):  # a tensor without memory
+                found[local.untyped_storage()._cdata] = local
+    return found
+
+
+def peak_bytes(job: Job, config: Config, others: set[int]) -> float:
+    """What a rank holds in a step beside what others hold: between steps, and most of what the step makes."""
+    held = live()
+    rest = sum(x.untyped_storage().nbytes() for at, x in held.items() if at not in others)
+    seen = Storages(held.values())
+    del held
+    x, y = batch(config, WARM_UP)
+    with seen:
+        job.step(x, y)
+    return max(from_all(rest + seen.peak)) / 1e6
+
+
 def timed_step(job: Job, config: Config, index: int, times: Times) -> None:
     x, y = batch(config, index)
     dist.barrier()
@@ -108,9 +140,11 @@ def race(names: list[str], size: str, rounds: int, steps: int) -> list[Row]:
     rows = {n: Row(n, size, dist.get_world_size()) for n in names}
     jobs: dict[str, Job] = {}
     for name, row in rows.items():
+        others = set(live())
         job, row.error = prepare(name, config)
         if job:
             jobs[name], row.sent_mb = job, count_bytes(job, config)
+            row.peak_mb = peak_bytes(job, config, others)
             known = [x for x in from_all(job.loss) if x is not None]
             row.loss = sum(known) / len(known)
     times = {n: Times() for n in jobs}
@@ -130,7 +164,7 @@ def table(rows: list[Row]) -> Table:
     shown = Table(title=f"{rows[0].size}, {rows[0].ranks} processes")
     bases = [r for r in rows if r.wall_ms][:2]
     ratios = [f"{what} x {b.mode}" for b in bases for what in ("wall", "best", "CPU")]
-    for heading in ("mode", "loss", "wall ms", "CPU ms", "MB sent", *ratios):
+    for heading in ("mode", "loss", "wall ms", "CPU ms", "MB sent", "peak MB", *ratios):
         shown.add_column(heading, justify="left" if heading == "mode" else "right")
     for r in rows:
         if not r.wall_ms:
@@ -138,7 +172,8 @@ def table(rows: list[Row]) -> Table:
             continue
         pairs = [(r.wall_ms, b.wall_ms, r.wall_best_ms, b.wall_best_ms, r.cpu_ms, b.cpu_ms) for b in bases]
         cells = [f"{p[i] / p[i + 1]:.3f}" for p in pairs for i in (0, 2, 4)]
-        shown.add_row(r.mode, f"{r.loss:.6f}", f"{r.wall_ms:.1f}", f"{r.cpu_ms:.1f}", f"{r.sent_mb:.2f}", *cells)
+        plain = [f"{r.loss:.6f}", *(f"{x:.1f}" for x in (r.wall_ms, r.cpu_ms)), f"{r.sent_mb:.2f}", f"{r.peak_mb:.1f}"]
+        shown.add_row(r.mode, *plain, *cells)
     return shown
 
 

@@ -13,6 +13,7 @@ from race_model import Config, build, lm_loss
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -97,12 +98,20 @@ def ddp(config: Config) -> Job:
     return Peer(nn.parallel.DistributedDataParallel(build(config)), split=True)
 
 
-def fsdp2(config: Config) -> Job:
-    """fully_shard on each block and the root: ZeRO-3."""
+def zero1(config: Config) -> Job:
+    """DDP, each rank steps its part of the parameters: ZeRO-1."""
+    job = ddp(config)
+    assert isinstance(job, Peer)
+    job.optimizer = ZeroRedundancyOptimizer(job.model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    return job
+
+
+def fsdp2(config: Config, again: bool = True) -> Job:
+    """fully_shard on each block and the root: ZeRO-3; like ZeRO-2 where it does not gather again for backward."""
     model, over = build(config), mesh("dp")
     for block in model.blocks:
-        fully_shard(block, mesh=over)
-    fully_shard(model, mesh=over)
+        fully_shard(block, mesh=over, reshard_after_forward=again)
+    fully_shard(model, mesh=over, reshard_after_forward=again)
     return Peer(model, split=True)
 
 
@@ -141,5 +150,9 @@ MODES: dict[str, Callable[[Config], Job]] = {
     "mw_dp_auto": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size())),
     "mw_fsdp": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size()), zero=3),
     "mw_tp": lambda config: Ours(config, mw.Mesh(tp=dist.get_world_size())),
+    "zero1": zero1,
+    "mw_zero1": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size()), zero=1),
+    "fsdp2_zero2": lambda config: fsdp2(config, again=False),
+    "mw_zero2": lambda config: Ours(config, mw.Mesh(dp=dist.get_world_size()), zero=2),
     "mw_free": lambda config: Ours(config, mw.Mesh(ranks=dist.get_world_size())),
 }
