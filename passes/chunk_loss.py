@@ -5,8 +5,8 @@ After:   nll, dx, dw, _ = linear_nll_step(x, w, None, target, g, ...)         a 
 
 Backward may begin with a loss whose gradient g does not depend on its value, so the loss is made with its gradients: it
 and all that is made of it move behind the call, into backward. This is done in a whole step where all classes are on
-one rank (over a split vocabulary the loss is other calls) and one stage, nobody else reads the logits, and they fill a
-chunk. Whether a rank does so depends on shapes that all ranks have alike.
+one rank (over a split vocabulary the loss is other calls) and one stage, nobody else reads the logits, and they are large.
+Whether a rank does so depends on shapes that all ranks have alike.
 
 The logits that backward reads may be those of forward made again; the products that give them are compared by what
 they are made of.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..kernels.linear_cross_entropy import chunk_rows
+from ..kernels.cross_entropy import wide as dtype_of_sums
 from ..partitioner.collective import largest_local
 from ..partitioner.program import primitive
 from .draft import Draft
@@ -32,6 +32,8 @@ aten = torch.ops.aten
 mw = torch.ops.meshwright
 _SAME_ORDER = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _CAST = aten._to_copy.default
+LEAST_BYTES = 1 << 22
+"""Of a rank's logits in the dtype of their sums: from here on it pays."""
 _DEPTH = 64
 """How many calls deep two values are compared."""
 
@@ -151,10 +153,8 @@ class _Finder:
         return None
 
     def _large(self, z: fx.Node) -> bool:
-        elements = largest_local(self.draft.layouts[z], self.draft.mesh)
-        classes = z.meta["val"].shape[1]
-        cuda = self.draft.plan.mesh.device.name != "cpu"
-        return elements >= classes * chunk_rows(classes, z.meta["val"].dtype, cuda)
+        wide = dtype_of_sums(z.meta["val"].dtype).itemsize
+        return largest_local(self.draft.layouts[z], self.draft.mesh) * wide >= LEAST_BYTES
 
     def same(self, a: Any, b: Any, depth: int = 0) -> bool:
         """Whether two values are one, or are made of the same by the same calls."""

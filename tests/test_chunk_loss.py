@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from compare import all_too_far, exact_copy
 from meshwright.kernels import linear_cross_entropy as lce
 from meshwright.partitioner.memory import Model
+from meshwright.passes import chunk_loss
 from meshwright.runtime.tracked import WatchedComm, track
 from small import adamw
 from torch import nn
@@ -59,6 +60,7 @@ def weighed(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 1)
     monkeypatch.setattr(lce, "LEAST_ROWS", 1)
     monkeypatch.setattr(lce, "CHUNK_BYTES", 3 * V * 4)  # three rows
 
@@ -132,7 +134,7 @@ def test_a_cut_between_the_layer_and_its_loss():
 
 
 def test_small_logits_are_made_at_once(monkeypatch):
-    monkeypatch.setattr(lce, "CHUNK_BYTES", 32 * V * 4)
+    monkeypatch.setattr(chunk_loss, "LEAST_BYTES", 17 * V * 4)
     assert not any(check(Head(), {"dp": 2}))
 
 
