@@ -5,8 +5,8 @@ After:   nll, dx, dw, _ = linear_nll_step(x, w, None, target, g, ...)         a 
 
 Backward may begin with a loss whose gradient g does not depend on its value, so the loss is made with its gradients: it
 and all that is made of it move behind the call, into backward. This is done in a whole step where all classes are on
-one rank (over a split vocabulary the loss is other calls) and one stage, nobody else reads the logits, and they are large.
-Whether a rank does so depends on shapes that all ranks have alike.
+one rank (over a split vocabulary the loss is other calls) and one stage, nobody else reads the logits, and they are
+large. Whether a rank does so depends on shapes that all ranks have alike.
 
 The logits that backward reads may be those of forward made again; the products that give them are compared by what
 they are made of.
