@@ -155,3 +155,27 @@ for _name, _op, _kernel, _fake in (
     lib.impl(_name, _op, "CompositeExplicitAutograd")
     lib.impl(_name, _kernel, "CUDA")
     torch.library.register_fake(f"meshwright::{_name}", _fake, lib=lib)
+
+
+def _setup(ctx, inputs, output) -> None:
+    _, _, ctx.shape, *affine, _ = inputs
+    ctx.save_for_backward(*output[1:], *affine)
+    ctx.stats = len(output) - 2
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, grad, grad_sum, *_):
+    total, *rest = ctx.saved_tensors
+    affine = rest[ctx.stats :]
+    none = (None,) * (2 + len(affine))
+    if grad is None:
+        return grad_sum, grad_sum, *none
+    ops = torch.ops.meshwright
+    backward = ops.add_rms_norm_backward if len(affine) == 1 else ops.add_layer_norm_backward
+    dx, *more = backward(grad, grad_sum, total, ctx.shape, *rest)
+    return dx, dx, None, *(None if t is None else d for d, t in zip(more, affine, strict=True)), None
+
+
+for _name in ("add_rms_norm", "add_layer_norm"):
+    torch.library.register_autograd(f"meshwright::{_name}", _autograd, setup_context=_setup, lib=lib)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import add_norm, attention, cross_entropy, gated, linear_cross_entropy, rms_norm
+from . import add_norm, attention, cross_entropy, gated, linear_cross_entropy, merge, rms_norm, rope
 
 ops = torch.ops.meshwright
 
@@ -26,6 +26,9 @@ INSIDE: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     ops.add_rms_norm_backward.default: (add_norm._rms_backward, None),
     ops.add_layer_norm.default: (add_norm._layer, None),
     ops.add_layer_norm_backward.default: (add_norm._layer_backward, None),
+    ops.rope.default: (rope._rope, None),
+    ops.merge_attention.default: (merge._merge, None),
+    ops.merge_attention_backward.default: (merge._merge_backward, None),
     ops.gated.default: (gated._forward, None),
     ops.gated_backward.default: (gated._backward, None),
     ops.linear_nll.default: (linear_cross_entropy._forward, linear_cross_entropy._forward),

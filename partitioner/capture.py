@@ -32,6 +32,7 @@ from .errors import CaptureError
 from .fuse import fuse, notes_of
 from .graph import Graph
 from .known import known_modules
+from .known_rope import known_rope
 from .lines import line_of
 from .outputs import result_builder
 from .precision import Precision, raise_gradients
@@ -84,9 +85,13 @@ def capture(
     """
     call = Call(program, args, kwargs, target, loss, precision)
     found: Counter[str] = Counter()
-    known = known_modules(program, found) if fused else contextlib.nullcontext()
-    with _named_faults(program), no_collection(), known:
-        joint = _traced(call, backward)
+    turned: Counter[str] = Counter()
+    with _named_faults(program), no_collection(), contextlib.ExitStack() as known:
+        if fused:
+            known.enter_context(known_modules(program, found))
+            known.enter_context(known_rope(program, turned))
+        joint = _traced(call, backward, turned)
+        found += turned
         graph, roles = joint.graph, joint.inputs
         _refuse_sparse(joint)
         if loss is not None:
@@ -112,8 +117,9 @@ def capture(
     )
 
 
-def _traced(call: Call, backward: bool) -> Joint:
-    """The quick way, and where it stops for whatever reason, the thorough one: its result or its error stands."""
+def _traced(call: Call, backward: bool, turned: Counter[str]) -> Joint:
+    """The quick way, and where it stops for whatever reason, the thorough one: its result or its error stands.
+    `turned` counts calls that were swapped: those of the way that stands."""
 
     def watching(at: Callable[[str], None]) -> Any:
         return _watching(call.program, at)
@@ -123,6 +129,7 @@ def _traced(call: Call, backward: bool) -> Joint:
             return trace(call, backward, watching)
         except Exception as fault:
             why = f"{type(fault).__name__}: {fault}".partition("\n")[0]
+        turned.clear()
         log.info("%s is captured by AOTAutograd, which takes longer: %s", type(call.program).__name__, why)
         return export(call, backward, watching)
 

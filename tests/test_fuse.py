@@ -147,15 +147,59 @@ def test_norms_of_sums_are_equal_on_and_off(axes):
         torch.testing.assert_close(found[1][key], value, rtol=2e-5, atol=1e-6)
 
 
+def test_rope_rule_and_gradients():
+    x = torch.randn(2, 6, 4, 8)
+    for angles in ((2, 1, 4, 8), (4, 8)):
+        cos, sin = torch.randn(angles), torch.randn(angles)
+        assert check_call(ops.rope.default, (x, cos, sin, True))
+    wide = [torch.randn(s, dtype=torch.float64) for s in ((1, 2, 3, 4), (3, 4), (3, 4))]
+    assert torch.autograd.gradcheck(lambda t: ops.rope(t, *wide[1:]), wide[0].requires_grad_())
+    torch.library.opcheck(ops.rope.default, (x.transpose(1, 2).requires_grad_(), torch.randn(6, 8), torch.randn(6, 8)))
+
+
+def half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + half(q) * sin, k * cos + half(k) * sin * SCALE
+
+
+SCALE = 1.0
+
+
+@pytest.mark.parametrize("scale, learned", [(1.0, False), (1.1, False), (1.0, True)])
+def test_only_a_rotary_embedding_is_known(scale, learned, monkeypatch):
+    """Another formula, and angles that are trained, stay as they are; the name is given back."""
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.angles = nn.Parameter(torch.randn(2, 1, 4, 8), requires_grad=learned)
+
+        def forward(self, x):
+            q, k = apply_rotary_pos_emb(x, x[:, :1], self.angles[0], self.angles[1])
+            return (q * k).sum()
+
+    monkeypatch.setitem(globals(), "SCALE", scale)
+    original = apply_rotary_pos_emb
+    graph = capture(Turned(), (torch.randn(2, 3, 4, 8, requires_grad=True),), {}, fused=True)
+    assert sum(n.target is ops.rope.default for n in graph.fx.nodes) == (4 if scale == 1.0 and not learned else 0)
+    assert apply_rotary_pos_emb is original
+
+
 def test_rules_of_norms_of_sums():
     x, r, g, w, b = torch.randn(4, 6), torch.randn(4, 6), torch.randn(4, 6), torch.randn(6), torch.randn(6)
     for weight, bias, gs in ((w, b, g), (None, None, None)):
-        assert check_call(ops.add_rms_norm.default, (x, r, [6], weight, 1e-5))
-        y, total, mean, rstd = ops.add_layer_norm(x, r, [6], weight, bias, 1e-5)
-        assert check_call(ops.add_layer_norm.default, (x, r, [6], weight, bias, 1e-5))
+        _, total, mean, rstd = ops.add_layer_norm(x, r, [6], weight, bias, 1e-5)
         assert check_call(ops.add_rms_norm_backward.default, (g, gs, total, [6], rstd, weight))
         assert check_call(ops.add_layer_norm_backward.default, (g, gs, total, [6], mean, rstd, weight, bias))
-        torch.library.opcheck(ops.add_layer_norm.default, (x, r, [6], weight, bias, 1e-5))
+    assert check_call(ops.add_rms_norm.default, (x, r, [6], None, 1e-5))
+    assert check_call(ops.add_layer_norm.default, (x, r, [6], w, b, 1e-5))
+    wide = [t[:2].double().requires_grad_() for t in (x, r)] + [t.double().requires_grad_() for t in (w, b)]
+    assert torch.autograd.gradcheck(lambda x, r, w, b: ops.add_layer_norm(x, r, [6], w, b, 1e-5)[:2], wide)
+    assert torch.autograd.gradcheck(lambda x, r, w: ops.add_rms_norm(x, r, [6], w, 1e-5)[:2], wide[:3])
+    torch.library.opcheck(ops.add_layer_norm.default, (x.requires_grad_(), r, [6], w, None, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ...kernels import attention as _registers_the_ops  # noqa: F401
-from .dims import additive, bound, rebound, unit
+from ...kernels import merge as _registers_the_merge  # noqa: F401
+from .dims import additive, bound, names, rebound, unit
 from .lead import guarded, own_whole
 from .notation import Dims, Local, Rule
 from .split import Call
@@ -91,6 +92,20 @@ def attention_backward(call: Call) -> Rule:
         sizes=_heads(a),
         flops=2.5 * _flops(a),
     )
+
+
+@on(TABLE, mw.merge_attention.default, mw.merge_attention_backward.default)
+def merge(call: Call) -> Rule:
+    """`a d!, a, a d!, a -> a d!, a`; backward's results are as its operands, and it is linear in the gradients."""
+    forward = call.target is mw.merge_attention.default
+    spare = 0 if forward else 1 if bound(call)["grad_lse"] is None else 2
+    lead = names(call.operands[spare + 1].shape)
+    last, whole = own_whole(call.operands[0].shape[-1:], "e")
+    pair: tuple[Dims, ...] = (lead + last, lead)
+    grads = () if forward else pair[:spare]
+    linear = () if forward else additive(call, set(range(spare)))
+    rule = Rule((*grads, *pair, *pair), pair if forward else (*pair, *pair), whole=whole, linear=linear)
+    return guarded(rule, call)
 
 
 @on(TABLE, aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -23,6 +23,7 @@ from . import (
     pools,
     random,
     reductions,
+    rope,
     scan,
     softmax,
     views,
@@ -54,6 +55,7 @@ TABLE: Table = merged(
         scan.TABLE,
         random.TABLE,
         gated.TABLE,
+        rope.TABLE,
     )
 )
 """Every op overload with a rule of its own."""

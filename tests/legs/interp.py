@@ -18,7 +18,7 @@ from legs import interpreter
 interpreter.start()
 
 import torch  # noqa: E402
-from meshwright.kernels import add_norm, dropout, gated, logit_rows, philox, random, rms_norm  # noqa: E402
+from meshwright.kernels import add_norm, dropout, gated, logit_rows, merge, philox, random, rms_norm, rope  # noqa: E402
 from meshwright.kernels import linear_cross_entropy as lce  # noqa: E402
 
 from legs.error import within  # noqa: E402
@@ -174,3 +174,50 @@ def test_gated(act, dtype):
         wide = gate.double(), up.double(), act
         exact = (gated._forward(*wide), *gated._backward(grad.double(), *wide))
         within(*zip(made, exact, strict=True), times=2.0 if dtype == torch.float16 else 1.3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope(dtype):
+    """Heads before and behind the sequence, a size that is no power of two, angles that broadcast, other strides."""
+    pairs = (((2, 3, 5, 12), (2, 1, 5, 12)), ((2, 5, 3, 6), (1, 5, 1, 6)), ((0, 4), (4,)), ((3, 160), (160,)))
+    for shape, angles in pairs:
+        cos, sin = torch.randn(angles).to(dtype), torch.randn(angles).to(dtype)
+        whole = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)
+        for x in (whole[..., : shape[-1]], whole[..., ::2], whole[..., ::2].contiguous().mT.contiguous().mT):
+            for transposed in (False, True):
+                got = rope.triton_rope(x, cos, sin, transposed)
+                within((got, rope._rope(x.double(), cos.double(), sin.double(), transposed)), times=1.2)
+                assert got.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merge_of_attentions(dtype):
+    """Differences that would overflow, -inf on either side and on both, strided outputs, no gradient of the lse."""
+    for shape in ((2, 3, 5, 24), (1, 1), (0, 2, 4), (9, 160)):
+        both = torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)
+        a, b, g = both[..., ::2], both[..., 1::2], torch.randn(shape[-1]).to(dtype).expand(shape)
+        la, lb, gl = (3 * torch.randn(shape[:-1]) for _ in range(3))
+        for flat, values in ((la, (1e4, -1e4, -torch.inf, 0.0)), (lb, (-1e4, 1e4, -torch.inf, -torch.inf))):
+            if flat.numel() > 4:
+                flat.view(-1)[:4] = torch.tensor(values)
+        for more in (gl, None):
+            made = (*merge.triton_merge(a, la, b, lb), *merge.triton_merge_backward(g, more, a, la, b, lb))
+            wide = [None if t is None else t.double() for t in (g, more, a, la, b, lb)]
+            exact = (*merge._merge(*wide[2:]), *merge._merge_backward(*wide))
+            for got, want in zip(made, exact, strict=True):
+                assert (got.isinf() == want.isinf()).all()
+                within((got.masked_fill(got.isinf(), 0), want.masked_fill(want.isinf(), 0)), times=1.5)
+
+
+def test_offsets_beyond_32_bits():
+    """Rows 2^30 elements apart, the third beyond 2^31: virtual memory, of which three pages are touched."""
+    apart, n = (1 << 30) + 8, 16
+    whole = torch.empty(2 * apart + 4 * n, dtype=torch.float16)
+    x = whole.as_strided((3, 2 * n), (apart, 1))
+    x.copy_(torch.randn(3, 2 * n))
+    small = x.contiguous()
+    gate, up = x.chunk(2, -1)
+    assert (gated.triton_forward(gate, up, "silu") == gated._forward(small[:, :n], small[:, n:], "silu")).all()
+    cos, sin = torch.randn(2, 3, 2 * n).half()
+    exact = rope._rope(small.double(), cos.double(), sin.double())
+    within((rope.triton_rope(x, cos, sin), exact), times=1.5)

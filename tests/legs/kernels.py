@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.kernels import dropout, gated, logit_rows, norm_rows
+from meshwright.kernels import dropout, gated, logit_rows, merge, norm_rows, rope
 
 from legs.machine_code import Case
 
@@ -56,3 +56,17 @@ for _act in gated.ACTS:
     KERNELS[f"gated_backward {_act}"] = Case(
         gated.backward_kernel, "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32", _gate
     )
+
+KERNELS["rope"] = Case(
+    rope.rope_kernel,
+    "*bf16 *bf16 *bf16 *bf16 " + " ".join(["i32"] * 13),
+    {"TRANSPOSED": False, "ROWS": rope.ELEMENTS // 64, "HALF": 64},
+)
+KERNELS["merge"] = Case(
+    merge.merge_kernel, "*bf16 *fp32 *bf16 *fp32 *bf16 *fp32 i32 i32", {"ROWS": merge.ELEMENTS // 128, "BLOCK": 128}
+)
+KERNELS["merge_backward"] = Case(
+    merge.merge_backward_kernel,
+    "*bf16 *fp32 *bf16 *fp32 *bf16 *fp32 *bf16 *fp32 *bf16 *fp32 i32 i32",
+    {"LSE": True, "ROWS": merge.ELEMENTS // 128, "BLOCK": 128},
+)
