@@ -14,7 +14,7 @@ from ..partitioner.errors import PlanError
 from ..partitioner.mesh import Mesh
 from ..partitioner.program import Program
 from ..partitioner.stages import Stages
-from .agree import check_agreement
+from .agree import check_agreement, check_options_alike
 from .autograd import Suspended, Through
 from .block_file import FileError
 from .first_nan import Origin, compare_origins, has_nan
@@ -194,6 +194,8 @@ class Compiled(Planned):
             request = replace(
                 request, resting=self._state.layouts, mesh=self.mesh, zero=self._zero, stages=self._stages
             )
+        else:
+            check_options_alike(self._roll_call, self._alike())
         program = self.settings.build(request)
         if self._state is None:
             self._comm = self._comm if program.mesh == self.mesh else None
@@ -203,10 +205,14 @@ class Compiled(Planned):
             if self.optimizer:
                 self.optimizer.attach(self._state)
         self._check_homes(program)
-        collectives = self.settings.collectives
-        options = f"collectives={collectives!r}, seed={self.settings.seed}, check_every={self.settings.check_every}"
-        check_agreement(program, self._roll_call, options, shapes)
-        return Runner(program, self._state, self.comm, self.device, collectives)
+        check_agreement(program, self._roll_call, shapes)
+        return Runner(program, self._state, self.comm, self.device, self.settings.collectives)
+
+    def _alike(self) -> dict[str, str]:
+        """Options of running that must be the same in all processes."""
+        given = self.settings
+        same = {"collectives": given.collectives, "seed": given.seed, "check_every": given.check_every, "sync": "sync"}
+        return {name: repr(value) for name, value in same.items()}
 
     def _check_homes(self, program: Program) -> None:
         """Raises:

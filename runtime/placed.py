@@ -168,7 +168,8 @@ class Placed:
         return {key: found[state.aliases.get(key, key)] for key in self.model.state_dict() if _known(key, found, state)}
 
     def load_state_dict(self, values: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Take whole tensors, each rank its part. Buffers that the model does not save may be given too.
+        """Take whole tensors, each rank its part. Buffers that the model does not save may be given too; of tied names
+        one is enough, as files of safetensors have it.
 
         Raises:
             MeshwrightError: missing or unknown keys (with `strict`), or a shape that differs; nothing is changed then.
@@ -176,7 +177,8 @@ class Placed:
         state = self._have_state()
         own = {**{n: p for n, p in self.model.named_parameters()}, **dict(self.model.named_buffers())}
         kept = {k for k in self.model.state_dict() if state.aliases.get(k, k) in own}
-        problems = [f"missing {k}" for k in sorted(kept - values.keys())] if strict else []
+        given = {state.aliases.get(k, k) for k in values}
+        problems = [f"missing {k}" for k in sorted(kept) if state.aliases.get(k, k) not in given] if strict else []
         kept |= {k for k in values if k in state.buffers}
         problems += [f"unknown {k}" for k in sorted(values.keys() - kept)] if strict else []
         for key in sorted(kept & values.keys()):

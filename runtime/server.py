@@ -1,18 +1,20 @@
 """A parameter server: a thread of a worker's process that has some of the parameters, and steps them.
 
-    to the first server    [PUSH, worker, number, version, bits of the loss]   a gradient is complete; [LEAVE, worker]
-    to every server        [GRAD, worker, number, version] and the bytes of its part of the gradient
+    to every server        [GRAD, worker, number, version, bits of the loss] and the bytes of its part of the gradient
+    to the first server    [LEAVE, worker]
     first to the others    [DECIDE, gradients, workers to answer] and a list of both
     to a worker            version and the bytes of a server's part of the weights
 
-The first server alone decides (`sync_rules.py`), so that all parts of an update are of the same gradients; the others
-do as it says once those have come. Messages to a server are received from any source, in the order in which they come.
+The first server alone decides (`sync_rules.py`), by the gradients whose first part has come, so that all parts of an
+update are of the same gradients; the others do as it says once those have come. Messages to a server are received from
+any source, in the order in which they come.
 
     weights <- optimizer(weights, mean over the gradients of  scale * gradient),   scale = 1, or 1 / max(1, staleness)
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import struct
 import threading
@@ -20,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,10 +33,13 @@ from ..partitioner.sync_rules import Decision, Rules, Sync
 from .flat import Flat
 from .watch import Lookout, Watch
 
-PUSH, LEAVE, GRAD, DECIDE = range(4)
+LEAVE, GRAD, DECIDE = range(3)
 HEAD = 6
-HEADERS, GRADS, LISTS, WEIGHTS = 1, 2, 3, 4
+HEADERS, GRADS, LISTS, WEIGHTS, NOTHING = 1, 2, 3, 4, 5
 """Tags: the messages of a kind between two ranks keep their order."""
+
+FLUSH = 5.0
+"""Seconds that messages have to leave at the end of the script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,8 @@ class Wire:
 
     def __init__(self, group: Any, rank: int):
         self.group, self.rank = group, rank
-        self._to: dict[int, queue.SimpleQueue[tuple[torch.Tensor, int]]] = {}
+        self._to: dict[int, queue.SimpleQueue[tuple[torch.Tensor, int] | None]] = {}
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def send(self, x: torch.Tensor, to: int, tag: int) -> None:
@@ -85,20 +92,44 @@ class Wire:
         with self._lock:
             if to not in self._to:
                 self._to[to] = queue.SimpleQueue()
-                threading.Thread(target=self._sends, args=(to,), daemon=True, name=f"messages to {to}").start()
+                thread = threading.Thread(target=self._sends, args=(to,), daemon=True, name=f"messages to {to}")
+                thread.start()
+                self._threads.append(thread)
         self._to[to].put((x, tag))
 
     def _sends(self, to: int) -> None:
-        while True:
-            x, tag = self._to[to].get()
+        while (found := self._to[to].get()) is not None:
             try:
-                dist.send(x, to, self.group, tag)
+                dist.send(found[0], to, self.group, found[1])
             except RuntimeError:
                 return  # it is gone, as the lookout finds, or the process group is closed
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> int:
         """Receive from a rank, or from any; whose it was."""
         return dist.recv(x, source, self.group, tag)  # type: ignore[return-value]
+
+    def end(self, receivers: Sequence[threading.Thread]) -> None:
+        """Before the interpreter ends: send what is still to be sent, then end the threads that send and receive.
+
+        A thread that comes back from C++ when Python is already ending is ended there and then, which aborts the
+        process ("terminate called without an active exception"). A receive that times out closes all connections of
+        its group, which wakes all that wait for one.
+        """
+        for mine in self._to.values():
+            mine.put(None)
+        _join(self._threads, FLUSH)
+        peer = (self.rank + 1) % self.group.size()
+        with contextlib.suppress(RuntimeError):
+            made = dist.irecv(torch.empty(1), peer, self.group, NOTHING)
+            if made is not None:
+                made.wait(timedelta(milliseconds=1))
+        _join([*self._threads, *receivers], FLUSH)
+
+
+def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Server:
@@ -137,28 +168,44 @@ class Server:
         self._todo: deque[Decision] = deque()
         self._lock = threading.Lock()
         self.error: BaseException | None = None
+        self._over = threading.Event()
         threading.Thread(target=self._receives, daemon=True, name=f"server {index}").start()
+        self._lookout = threading.Thread(target=self._looks, daemon=True, name="server's lookout")
         if index == 0:
-            threading.Thread(target=self._looks, daemon=True, name="server's lookout").start()
+            self._lookout.start()
+
+    def end(self) -> None:
+        """No more looks whether workers are there; nobody is."""
+        self._over.set()
+        if self.index == 0:
+            self._lookout.join(5)
 
     # -- what comes
     def _receives(self) -> None:
         try:
-            while True:
-                head = torch.zeros(HEAD, dtype=torch.int64)
-                source = self.wire.receive(head, None, HEADERS)
-                extra = None
-                if int(head[0]) == GRAD:
-                    extra = torch.empty(self.flat.nbytes, dtype=torch.uint8)
-                    self.wire.receive(extra, source, GRADS)
-                elif int(head[0]) == DECIDE:
-                    extra = torch.empty(4 * int(head[1] + head[2] + head[3]), dtype=torch.int64)
-                    self.wire.receive(extra, source, LISTS)
-                self.take(head, extra)
+            while not self._over.is_set():
+                try:
+                    message = self._next()
+                except RuntimeError:  # its process has ended, as the lookout finds; messages of the others go on
+                    time.sleep(0.05)
+                else:
+                    self.take(*message)
         except BaseException as error:  # a thread has nobody to raise to
             self.error = error
             if self.rules.alive:
                 self.watch.raised(error)
+
+    def _next(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The next message of any process."""
+        head, extra = torch.zeros(HEAD, dtype=torch.int64), None
+        source = self.wire.receive(head, None, HEADERS)
+        if int(head[0]) == GRAD:
+            extra = torch.empty(self.flat.nbytes, dtype=torch.uint8)
+            self.wire.receive(extra, source, GRADS)
+        elif int(head[0]) == DECIDE:
+            extra = torch.empty(4 * int(head[1] + head[2] + head[3]), dtype=torch.int64)
+            self.wire.receive(extra, source, LISTS)
+        return head, extra
 
     def take(self, head: torch.Tensor, extra: torch.Tensor | None = None) -> None:
         """A message, from another process or from the worker of this one."""
@@ -167,12 +214,12 @@ class Server:
             if kind == GRAD:
                 assert extra is not None
                 self._grads[worker, number] = extra
+                if self.index == 0:
+                    self._losses[worker, number] = struct.unpack("d", struct.pack("q", bits))[0]
+                    self._decided(self.rules.push(worker, number, version))
             elif kind == DECIDE:
                 assert extra is not None
                 self._todo.append(_listed(head, extra))
-            elif kind == PUSH:
-                self._losses[worker, number] = struct.unpack("d", struct.pack("q", bits))[0]
-                self._decided(self.rules.push(worker, number, version))
             elif worker in self.rules.alive:
                 self._decided(self.rules.leave(worker))
             self._act()
@@ -188,8 +235,7 @@ class Server:
     def _looks(self) -> None:
         """Workers whose script has ended have left, and where that is no fault, those that are gone."""
         lookout = Lookout(self.watch)
-        while True:
-            time.sleep(self.watch.beat / 2)
+        while not self._over.wait(self.watch.beat / 2):
             for rank, why in lookout.gone(self.rules.alive - {self.watch.rank}).items():
                 if why != "ended" and self.sync.on_loss == "stop":
                     continue

@@ -93,7 +93,9 @@ class Watch:
         self._ended = self._left = False
         self._main = threading.get_ident()
         self._write(Note(0, 0, self._position(), False))
-        threading.Thread(target=self._beats, daemon=True, name="meshwright watch").start()
+        self._over = threading.Event()
+        self._beating = threading.Thread(target=self._beats, daemon=True, name="meshwright watch")
+        self._beating.start()
         atexit.register(self._exits)
 
     # -- writing
@@ -122,7 +124,10 @@ class Watch:
         self._left = True
 
     def _exits(self) -> None:
-        """At the end of the process: the others learn why, what they wait for ends, and rank 0 serves them a while."""
+        """At the end of the process: the others learn why, what they wait for ends, and rank 0 serves them a while.
+
+        The notes end before the interpreter does: a thread that returns from the store after that aborts the process.
+        """
         error = getattr(sys, "last_value", None)
         if error is None:
             self._end("ended", f"its script came to the end after step {self.step}")
@@ -130,6 +135,12 @@ class Watch:
             self._end("raised", _text(error))
         for close in self.closing:
             close()
+        self._serves()
+        self._over.set()
+        self._beating.join(5)
+
+    def _serves(self) -> None:
+        """Rank 0 stays a while for those that have not read why something failed."""
         end = time.monotonic() + LINGER * self.beat
         while self.rank == 0 and time.monotonic() < end:
             over = self.ends()
@@ -146,7 +157,8 @@ class Watch:
     def _beats(self) -> None:
         before, since = "", time.monotonic()
         for beat in range(1, sys.maxsize):
-            time.sleep(self.beat)
+            if self._over.wait(self.beat):
+                return
             waiting = self.waiting
             doing = waiting or self._position()
             if doing != before:

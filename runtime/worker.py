@@ -36,7 +36,7 @@ from .inprocess import InProcessComm
 from .request import Request, Settings
 from .roll_call import LIMIT, ranks_text
 from .runner import Runner
-from .server import GRAD, GRADS, HEADERS, LEAVE, PUSH, WEIGHTS, Server, SyncUpdate, Wire
+from .server import GRAD, GRADS, HEADERS, LEAVE, WEIGHTS, Server, SyncUpdate, Wire
 from .watch import Lookout
 
 LOOK = 0.5
@@ -62,6 +62,7 @@ class Worker(Compiled):
         self._inbox: queue.Queue[tuple[int, torch.Tensor]] = queue.Queue()
         self._early: list[deque[torch.Tensor]] = [deque() for _ in range(sync.servers)]
         self._looked = 0.0
+        self._receivers: list[threading.Thread] = []
 
     @property
     def comm(self) -> Comm:
@@ -88,10 +89,10 @@ class Worker(Compiled):
     def _step(self, args: tuple, kwargs: dict[str, Any], target: Any) -> torch.Tensor:
         runner = self._runner(Request("step", args, kwargs, target))
         self._begin(runner)
+        begin = time.monotonic()
         self._take_all_that_came()
         self._look()
         self._zero_grad()
-        begin = time.monotonic()
         (loss,) = runner.run(tensors_of((args, kwargs, target)), self._next_step())
         number, self._number = self._number, self._number + 1
         if self._given_up(begin):
@@ -106,6 +107,9 @@ class Worker(Compiled):
     def _compare(self, runner: Runner, inputs: list[torch.Tensor]) -> bool:
         """Batches differ, and so may weights: only what the model came with is compared, when servers begin."""
         return False
+
+    def _alike(self) -> dict[str, str]:
+        return super()._alike() | {"sync": repr(self.sync)}
 
     def _next_step(self) -> int:
         """Steps are numbered over all workers, so that no two draw the same random numbers."""
@@ -133,11 +137,10 @@ class Worker(Compiled):
         assert self._wire is not None and self._watch is not None
         rank = self._watch.rank
         grads = {n: p.grad for n, p in self._have_state().shards()}
-        for s, flat in enumerate(self._flats):
-            head = torch.tensor([GRAD, rank, number, self.version, 0, 0])
-            self._tell(s, head, flat.pack({n: grads[n] for n in flat.kinds}))
         (bits,) = struct.unpack("q", struct.pack("d", float(loss)))
-        self._tell(0, torch.tensor([PUSH, rank, number, self.version, bits, 0]))
+        for s, flat in enumerate(self._flats):
+            head = torch.tensor([GRAD, rank, number, self.version, bits, 0])
+            self._tell(s, head, flat.pack({n: grads[n] for n in flat.kinds}))
 
     def _tell(self, server: int, head: torch.Tensor, extra: torch.Tensor | None = None) -> None:
         assert self._wire is not None
@@ -230,8 +233,10 @@ class Worker(Compiled):
                     wire, watch, s, self.sync, self._flats, mine, self._make, self._schedulers, self._own_answer
                 )
             else:
-                threading.Thread(target=self._receives, args=(s,), daemon=True, name=f"weights of {s}").start()
-        watch.closing.insert(0, self.close)
+                thread = threading.Thread(target=self._receives, args=(s,), daemon=True, name=f"weights of {s}")
+                thread.start()
+                self._receivers.append(thread)
+        watch.closing.insert(0, self._end)
         call.everyones("beginning to train with servers", 0)
 
     def _own_answer(self, message: torch.Tensor) -> None:
@@ -268,6 +273,14 @@ class Worker(Compiled):
             return  # rank 0, which serves the store, has seen all leave
 
     _closed = False
+
+    def _end(self) -> None:
+        """At the end of the script: leave, and end the threads that stand in calls of torch."""
+        self.close()
+        assert self._wire is not None
+        if self._server is not None:
+            self._server.end()
+        self._wire.end(self._receivers)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         raise MeshwrightError(_NO_CHECKPOINT)

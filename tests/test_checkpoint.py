@@ -194,6 +194,23 @@ def test_a_state_dict_goes_through_one_file(tmp_path: Path):
     same(new.state_dict(), one.state_dict())
 
 
+@pytest.mark.slow
+def test_to_and_from_folders_of_transformers(tmp_path: Path):
+    """Under its own names; of the tied embedding and head its files hold one."""
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=2, use_cache=False)
+    first, model = transformers.GPT2LMHeadModel(config), transformers.GPT2LMHeadModel(config)
+    first.save_pretrained(tmp_path / "first")
+    batch: dict[str, Any] = dict.fromkeys(("input_ids", "labels"), torch.arange(32).view(4, 8) % 17)
+    compiled = mw.compile(model, mesh({"dp": 2}), kwargs=batch, optimizer=momentum, zero=3)
+    compiled.load_state_dict(load_file(tmp_path / "first" / "model.safetensors"))
+    same(compiled.state_dict(), first.state_dict())
+    compiled.step(**batch)
+    model.save_pretrained(tmp_path / "trained", state_dict=compiled.state_dict())
+    same(dict(type(model).from_pretrained(tmp_path / "trained").state_dict()), compiled.state_dict())
+
+
 # -- processes
 def half(rank: int, world: int, folder: str) -> Any:
     one = Training({"dp": 2}, zero=3).go(2)

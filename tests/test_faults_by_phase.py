@@ -6,6 +6,7 @@ One interpreter imports everything and forks the processes of one run after anot
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -25,13 +26,11 @@ from launch import run_ranks
 from torch import nn
 
 WORLD, BAD, LIMIT = 4, 2, 6.0
-RUNS = [
-    ("kill", "compile"), ("kill", "warm-up"), ("kill", "forward"), ("kill", "collective"), ("kill", "save"),
-    ("stop", "collective"), ("stop", "save"), ("slow", "compile"), ("slow", "forward"), ("slow", "save"),
-    ("corrupt", "compile"), ("corrupt", "warm-up"), ("corrupt", "collective"),
-]  # fmt: skip
-"""(fault, phase). `test_faults.py` has stopping in compile, and hanging; `test_checkpoint_damage.py` a damaged save."""
+FAULTS, PHASES = ("kill", "stop", "slow", "corrupt"), ("compile", "warm-up", "forward", "collective", "save")
+RUNS = list(itertools.product(FAULTS, PHASES))
 SAYS = {"kill": "rank 2 is gone or silent", "stop": "rank 2 is gone or silent", "corrupt": "rank 2", "slow": "fine"}
+DAMAGED = "rank-00002.safetensors"
+"""The file that is corrupt after ("corrupt", "save"), which whoever loads is told."""
 X = torch.linspace(-1, 1, 48).view(8, 6).sin()
 
 
@@ -82,7 +81,8 @@ def trains(rank: int, fault: str, phase: str, folder: Path) -> str:
         model.then = happen
     try:
         compiled = mw.compile(
-            model, mw.Mesh(dp=2, tp=2, device="cpu"), loss=lambda out: out.square().mean(), timeout=LIMIT, zero=0,
+            model, mw.Mesh(dp=2, tp=2, device="cpu"), loss=lambda out: out.square().mean(), timeout=LIMIT,
+            zero=int((fault, phase) == ("corrupt", "save")),  # rank 2 then has something to write
             optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), args=(X,), check_every=1,
         )  # fmt: skip
         if phase == "warm-up":
@@ -93,13 +93,25 @@ def trains(rank: int, fault: str, phase: str, folder: Path) -> str:
         elif phase == "collective":
             before(compiled.comm, "start", compiled)
         compiled.step(X)
-        if phase == "save":
+        if phase == "save" and fault != "corrupt":
             before(sys.modules["meshwright.runtime.checkpoint"], "write_part", compiled)
-        compiled.save(folder)
+        saved = compiled.save(folder).path
+        if phase == "save" and fault == "corrupt":
+            damage(saved / DAMAGED, rank)
+            compiled.load(folder)
         compiled.step(X)
     except mw.MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "fine"
+
+
+def damage(file: Path, rank: int) -> None:
+    """One bit of what rank 2 wrote, before anybody reads it."""
+    if rank == BAD:
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 0x10
+        file.write_bytes(data)
+    dist.barrier()
 
 
 def one_run(fault: str, phase: str) -> tuple[list[str], float]:
@@ -161,6 +173,7 @@ def test_every_fault_in_every_phase_has_a_named_end():
     for run, (ends, took) in zip(RUNS, found, strict=True):
         others = [e for r, e in enumerate(ends) if r != BAD]
         print(run, f"{took:.1f} s", others[0][:300])
-        if any(SAYS[run[0]] not in e for e in others) or took > LIMIT + 60:
+        says = DAMAGED if run == ("corrupt", "save") else SAYS[run[0]]
+        if any(says not in e for e in others) or took > LIMIT + 60:
             wrong.append((run, took, ends))
     assert not wrong, "\n".join(map(str, wrong))

@@ -59,6 +59,14 @@ def other_options(rank: int, mesh: mw.Mesh) -> None:
     made(net(), mesh, collectives="ring" if rank == 2 else "torch").step(X)
 
 
+def another_sync(rank: int, mesh: mw.Mesh) -> None:
+    made(net(), mesh, sync=mw.Sync("k-async", 1 if rank == 1 else 2)).step(X)
+
+
+def one_in_lock_step(rank: int, mesh: mw.Mesh) -> None:
+    made(net(), mesh, sync="sync" if rank == 0 else "async").step(X)
+
+
 def other_values(rank: int, mesh: mw.Mesh) -> None:
     made(net(seed=rank // 2), mesh, zero=3).step(X)
 
@@ -102,7 +110,9 @@ def different_calls(rank: int, mesh: mw.Mesh) -> None:
 SAYS: list[tuple[Callable[[int, mw.Mesh], None], tuple[int, ...], str]] = [
     (another_program, (1,), "rank 1 captured another program than rank 0"),
     (another_shape, (0,), "rank 0 captured another program ([3, 6] beside [6, 6] of rank 1)"),
-    (other_options, (2,), "rank 2 was given other options (collectives='ring'"),
+    (other_options, (2,), "rank 2 was given other options (collectives='ring' beside collectives='torch' of rank 0)"),
+    (another_sync, (1,), "rank 1 was given other options (sync=Sync(name='k-async', k=1,"),
+    (one_in_lock_step, (0,), "rank 0 was given other options (sync='sync' beside sync=Sync(name='async',"),
     (other_values, (2,), "rank 2 built the model with other values: 4 of its 4 tensors, such as 0.weight"),
     (another_batch, (1,), "rank 1 passed another batch in step 0: the tensors 0 of the call differ from"),
     (another_step, (2,), "not at the same step: rank 2 at 2, rank 0 at 1"),

@@ -74,19 +74,20 @@ def test_a_ratio_leaves_the_last_parameters_on_the_device():
     assert 0 < half.offload_report.host_nbytes < whole.host_nbytes
 
 
+def written_by_others(offload: Any) -> mw.Compiled:
+    """A state dict, and a write of the user's own, each between two steps."""
+    compiled = trained(offload, {"dp": 2}, zero=1)
+    compiled.load_state_dict(mlp().state_dict())
+    compiled.step(X, target=Y)
+    with torch.no_grad():
+        for p in compiled.parameters():
+            p.mul_(0.5)
+    compiled.step(X, target=Y)
+    return compiled
+
+
 def test_what_others_write_is_stepped_from():
-    """A state dict, or a write of the user's own, between two steps."""
-    found = []
-    for offload in ("none", "full"):
-        compiled = trained(offload, {"dp": 2}, zero=1)
-        compiled.load_state_dict(mlp().state_dict())
-        compiled.step(X, target=Y)
-        with torch.no_grad():
-            for p in compiled.parameters():
-                p.mul_(0.5)
-        compiled.step(X, target=Y)
-        found.append(compiled)
-    same_bits(*found)
+    same_bits(written_by_others("none"), written_by_others("full"))
 
 
 def test_a_meta_model_with_offload():

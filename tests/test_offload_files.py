@@ -17,7 +17,7 @@ from launch import run_ranks
 from meshwright.runtime.block_file import PREFIX, Block, BlockFile, FileError
 from meshwright.runtime.tracked import WatchedComm, track
 from small import CE, X, Y, adamw, mesh, mlp
-from test_offload import WAYS, named, same_bits, trained
+from test_offload import WAYS, named, same_bits, trained, written_by_others
 from torch import nn
 
 
@@ -73,17 +73,7 @@ def test_a_ratio_leaves_the_last_parameters_on_the_device(tmp_path: Path):
 
 
 def test_what_others_write_is_stepped_from(tmp_path: Path):
-    found = []
-    for offload in ("none", files(tmp_path)):
-        compiled = trained(offload, {"dp": 2}, zero=1)
-        compiled.load_state_dict(mlp().state_dict())
-        compiled.step(X, target=Y)
-        with torch.no_grad():
-            for p in compiled.parameters():
-                p.mul_(0.5)
-        compiled.step(X, target=Y)
-        found.append(compiled)
-    same_bits(*found)
+    same_bits(written_by_others("none"), written_by_others(files(tmp_path)))
 
 
 def test_a_state_of_four_times_the_device(tmp_path: Path):
