@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from .partitioner.calibration import Calibration
 from .partitioner.capture import capture
-from .partitioner.errors import CalibrationError, CaptureError, LawError, MeshwrightError, PlanError
+from .partitioner.errors import CalibrationError, CaptureError, LawError, MeshwrightError, PlanError, TooLittle
 from .partitioner.fuse import wanted
 from .partitioner.given_stages import check_beside, check_layouts_beside
 from .partitioner.graph import Graph
@@ -22,7 +22,7 @@ from .partitioner.keep import keep_pins
 from .partitioner.local_inputs import batch_dims_of, data_ranks, grown
 from .partitioner.mesh import Mesh
 from .partitioner.mesh_search import Machine, Search
-from .partitioner.offload import Offload, offload_of
+from .partitioner.offload import Offload, away, chosen_away, offload_of
 from .partitioner.peak_fit import PeakFit
 from .partitioner.pipeline import Asked, stage_pins
 from .partitioner.plan import Plan
@@ -65,7 +65,7 @@ def compile(
     zero: int | str = "auto",
     micro_batches: int | str = "auto",
     schedule: str = "auto",
-    offload: str | Offload = "none",
+    offload: str | Offload = "auto",
     recompute: str = "auto",
     fuse: str = "auto",
     precision: str | Precision | None = None,
@@ -97,8 +97,8 @@ def compile(
             whole batch. "auto": 1 without a pipeline or with inputs="local", else the best of some.
         schedule: of the pipeline: "auto" (the fastest in the simulator that fits `memory`), "gpipe", "1f1b",
             "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of a schedule of your own.
-        offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there; or an
-            `Offload` that says how much of it.
+        offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there; "auto": that
+            where nothing else fits `memory`; or an `Offload` that says how much of it. A saved plan does not say it.
         recompute: what backward makes again in the place of keeping it: "none"; "full": of every block all but its
             inputs; "auto": what `memory` needs, nothing without it.
         fuse: which chains of ops become one op (an activation times a gate, dropout with its residual, norms that a
@@ -156,7 +156,7 @@ def compile(
     pin = under_first_names(model, pin or {})
     rest, keep = keep_pins(pin)
     layouts, starts = stage_pins(rest)
-    low, away = precision_of(precision), offload_of(offload)
+    low, asked_away = precision_of(precision), offload_of(offload)
 
     def captured(request: Request) -> Graph:
         check_call(model, request.args, request.kwargs, request.target, loss)
@@ -165,7 +165,8 @@ def compile(
             backward=request.form != "forward", batch_dims=batch_dims, precision=low,
             fused=wanted(fuse, mesh.device.name),
         )  # fmt: skip
-        return replace(graph, moments=0) if away.offload_optimizer != "none" and away.ratio == 1 else graph
+        now = compiled.optimizer.offload if compiled.optimizer else asked_away  # "auto" may have been decided
+        return replace(graph, away=away(model, now))
 
     def lowered(request: Request, graph: Graph, made: Plan) -> Program:
         return lower(graph, made, request.form, local_inputs=inputs == "local", device=device)
@@ -194,12 +195,20 @@ def compile(
             return lowered(request, graph, made)
         asked = Asked(schedule, often, request.stages or (chosen and chosen.stages), starts)
 
-        def planned(limit: float | None) -> tuple[Graph, Plan]:
+        def planned(graph: Graph, limit: float | None) -> tuple[Graph, Plan]:
             return plan_step(graph.copy(), mesh_now, replace(options, memory=limit), parts, asked)
 
+        def within(graph: Graph) -> Program:
+            return PeakFit(partial(planned, graph), partial(lowered, request), compiled.memory_model).within(memory)
+
         if memory is None:
-            return lowered(request, *planned(None))
-        program = PeakFit(planned, partial(lowered, request), compiled.memory_model).within(memory)
+            return lowered(request, *planned(graph, None))
+        try:
+            program = within(graph)
+        except TooLittle:
+            if offload != "auto" or optimizer is None or kept.name != "sync" or request.resting is not None:
+                raise
+            program = within(chosen_away(graph, model, mesh_now.device))
         check_peak(program.plan)
         return program
 
@@ -211,7 +220,7 @@ def compile(
         seed=seed,
         timeout=timeout,
         check_every=check_every,
-        offload=away,
+        offload=asked_away,
         precision=low,
         collectives=collectives,
         build=build,

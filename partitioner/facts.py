@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .collective import largest_local
-from .compute_cost import compute_seconds
 from .cost import call_seconds
 from .dim_names import names_of_calls
 from .factors import Factored
@@ -22,7 +21,7 @@ from .loops import loops
 from .mesh import TIME
 from .placement import Placement, place
 from .plan import Plan
-from .resting import STEP_BYTES, rest_size
+from .resting import rest_size, step_seconds
 from .rules.split import Leaf
 from .traffic import Moved, Traffic, local_seconds, moves_of, totals
 from .units import bytes_text
@@ -118,5 +117,5 @@ def _parameters(graph: Graph, factored: Factored, plan: Plan) -> tuple[dict, dic
         elements, itemsize = largest_local(layout, plan.mesh), rest_size(graph, node, name)
         at_rest[name], whole[name] = elements * itemsize, itemsize * node.meta["val"].numel()
         if role.name in trained:
-            optimizer[name] = compute_seconds(0.0, float(STEP_BYTES * elements), "float32", plan.mesh.device)
+            optimizer[name] = float(step_seconds(graph, name, elements, itemsize, plan.mesh.device))
     return at_rest, whole, optimizer

@@ -54,8 +54,7 @@ class Graph:
         factored: the factors of its dims (`factors.Factored`), once the planner has worked them out.
         precision: what the program computes in; None for the dtypes of the model itself.
         masters: {parameter: the dtype in which it rests}, of those whose placeholder is a working copy in another.
-        moments: bytes of optimizer state that a device holds of each trained element: the two fp32 moments of Adam
-            (ZeRO, section 3.1), or none where they rest on the host.
+        away: the parameters whose optimizer state rests on the host, or in files, and is stepped there (`offload.py`).
         traced: calls written out in simpler ops so far (`decompose.py`); its copies share it.
     """
 
@@ -69,7 +68,7 @@ class Graph:
     notes: tuple[str, ...] = field(default=())
     precision: Precision | None = None
     masters: Mapping[str, torch.dtype] = field(default_factory=dict)
-    moments: int = 8
+    away: frozenset[str] = frozenset()
     factored: Any = field(default=None, repr=False, compare=False)
     traced: dict[Any, fx.Graph] = field(default_factory=dict, repr=False, compare=False)
 

@@ -202,6 +202,13 @@ def device_named(name: str | None) -> Device:
     return DEVICES[name]
 
 
+def host_bandwidth(device: Device) -> float:
+    """Bytes a second from a device to its host's memory: PCIe x16 of the generation in its datasheet; a CPU copies."""
+    if device.name == "cpu":
+        return device.memory_bandwidth
+    return LINKS[{"p100": "pcie3", "v100": "pcie3", "a100": "pcie4"}.get(device.name, "pcie5")].bandwidth
+
+
 def link_named(name: str) -> Link:
     """The preset of that name.
 

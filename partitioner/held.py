@@ -29,7 +29,7 @@ Value = tuple[Any, Any]
 
 class Held:
     """Attributes:
-    shards: per trained parameter that lives here, elements and dtype.
+    shards: per trained parameter that lives here and is stepped on the device, elements and dtype.
     moments: what was done so far.
     """
 
@@ -59,7 +59,7 @@ class Held:
                 out[role.kind + "s"] += nbytes
             elif self._lives(str(role.name)):
                 out["parameters"] += nbytes
-                if role.name in self.trained:
+                if role.name in self.trained and role.name not in self.program.captured.away:
                     self.shards.append((nbytes // dtype.itemsize, dtype))
         return out
 

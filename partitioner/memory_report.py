@@ -110,7 +110,7 @@ def hints(model: Model, most: MemoryTimeline) -> tuple[str, ...]:
     if kinds.get("activations"):
         kept = kinds["activations"]
         found.append((kept, f"recompute='full': up to {bytes_text(kept)} saved for backward can be made again"))
-    if kinds.get("optimizer") and model.program.captured.moments:
+    if kinds.get("optimizer"):
         state = kinds["optimizer"]
         found.append((state, f"offload='full': {bytes_text(state)} of optimizer state can rest on the host"))
     return tuple(text for _, text in sorted(found, reverse=True))

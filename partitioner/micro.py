@@ -47,19 +47,27 @@ def make_plan_in_time(
 
 
 def _within(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> tuple[Graph, Plan]:
-    """The fastest of the plans found that fit the memory: layouts alone, or with as much made again as must be."""
+    """The fastest of the plans found that fit the memory: layouts alone, or with as much made again as must be.
+
+    Layouts that hold little may cost more than layouts for a share of what backward reads and the rest made again, so
+    those are looked at even where layouts alone fit.
+    """
     assert options.memory is not None
     free = _laid_out(graph, mesh, replace(options, memory=None), micro_batches, None)
     found = [fitted(*free, options.memory, options.held, options.recompute, options.keep)]
-    fault = None
+    if options.recompute == "auto" and not found[0].plan.recompute and found[0].nbytes <= options.memory:
+        return _as_the_memory(found[0], options.memory)  # nothing is faster
+    alone = fault = None
     try:
-        alone = _laid_out(graph, mesh, options, micro_batches, None)
-        found.append(as_asked(*alone, options.held, options.recompute, options.keep))
+        alone = as_asked(
+            *_laid_out(graph, mesh, options, micro_batches, None), options.held, options.recompute, options.keep
+        )
+        found.append(alone)
     except PlanError as failed:
         fault = failed
-        for share in SHARES:
-            found += _tightened(graph, mesh, options, micro_batches, share)
-    fitting = [f for f in found if f.nbytes <= options.memory or (fault is None and f is found[-1])]
+    for share in SHARES:
+        found += _tightened(graph, mesh, options, micro_batches, share)
+    fitting = [f for f in found if f.nbytes <= options.memory or f is alone]
     if not fitting:
         assert fault is not None
         least = min(found, key=lambda f: f.nbytes)
@@ -70,10 +78,13 @@ def _within(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> t
             f"{least.state:.0f} of it parameters, gradients and optimizer state",
             min(least.nbytes, fault.least) if isinstance(fault, TooLittle) else least.nbytes,
         ) from fault
-    best = min(fitting, key=lambda f: sum(f.plan.seconds))
-    assert best.plan.facts is not None
-    facts = replace(best.plan.facts, asked={**best.plan.facts.asked, "memory": options.memory})
-    return best.graph, replace(best.plan, facts=facts)
+    return _as_the_memory(min(fitting, key=lambda f: sum(f.plan.seconds)), options.memory)
+
+
+def _as_the_memory(found: Fitted, memory: int) -> tuple[Graph, Plan]:
+    assert found.plan.facts is not None
+    facts = replace(found.plan.facts, asked={**found.plan.facts.asked, "memory": memory})
+    return found.graph, replace(found.plan, facts=facts)
 
 
 def _tightened(graph: Graph, mesh: Mesh, options: Options, micro_batches: int, share: float) -> list[Fitted]:

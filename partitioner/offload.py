@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from .graph import Graph
+from .hardware import Device, host_bandwidth
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What is offloaded; `offload="full"` is `Offload(offload_optimizer="cpu")`.
+    """What is offloaded; `offload="full"` is `Offload(offload_optimizer="cpu")`; so is "auto" where `memory=` needs it.
 
     Attributes:
         offload_optimizer: "cpu", "nvme" or "none".
@@ -41,16 +44,53 @@ class Offload:
 
 
 def offload_of(given: str | Offload) -> Offload:
-    """What the option of `compile` stands for."""
+    """What the option of `compile` stands for; "auto" puts nothing away until it must."""
     if isinstance(given, Offload):
         return given
-    return Offload(offload_optimizer="cpu" if given == "full" else "none")
+    return AWAY if given == "full" else Offload()
+
+
+AWAY = Offload(offload_optimizer="cpu")
+"""What `offload="full"` asks for, and `offload="auto"` where nothing else fits `memory=`."""
+
+
+def trained(model: Any) -> list[tuple[str, int]]:
+    """(name, elements) of the trained parameters of a model, in its order."""
+    return [(n, p.numel()) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def first_parameters(trained: Iterable[tuple[str, int]], ratio: float) -> list[str]:
+    """Names of the first of some (name, elements) that make up a part of all elements; none is cut."""
+    trained = list(trained)
+    left, out = ratio * sum(n for _, n in trained), []
+    for name, n in trained:
+        if left <= 0:
+            break
+        left -= n
+        out.append(name)
+    return out
+
+
+def away(model: Any, asked: Offload) -> frozenset[str]:
+    """The parameters whose state rests away."""
+    names = first_parameters(trained(model), asked.ratio) if asked.offload_optimizer != "none" else ()
+    return frozenset(names)
+
+
+def chosen_away(graph: Graph, model: Any, device: Device) -> Graph:
+    """The program with all of the optimizer's state on the host, because `memory=` needs it, and a note of that."""
+    rate = host_bandwidth(device) / 1e9
+    note = (
+        f"offload='auto': nothing else fits memory=, so the optimizer's state rests on the host and is stepped there; "
+        f"gradients go down and parameters up at {rate:g} GB/s once a step"
+    )
+    return replace(graph, away=away(model, AWAY), notes=(*graph.notes, note))
 
 
 def offload_faults(given: Any, optimizer: Any) -> Iterator[str]:
     """What is wrong with the option, beside the option `optimizer`."""
-    if not isinstance(given, Offload) and given not in ("none", "full"):
-        yield f"offload={given!r}: say 'none', 'full' or Offload(offload_optimizer='cpu')"
+    if not isinstance(given, Offload) and given not in ("auto", "none", "full"):
+        yield f"offload={given!r}: say 'auto', 'none', 'full' or Offload(offload_optimizer='cpu')"
         return
     asked = offload_of(given)
     if asked.offload_optimizer not in ("none", "cpu", "nvme"):

@@ -4,9 +4,11 @@
     peak     what the lowered program holds at most on any rank (`memory.py`)
     level k  a plan whose sum is at most  sum of the plan without a limit * 2^(-k / 16)
 
-The levels do not depend on `memory=`, so a smaller one ends at the same level or a lower one. The first guesses take
-peak and sum as proportional; then the levels between one whose peak is too large and one that fits (or that no plan
-reaches) are halved, until a plan leaves little of the memory. The fastest of the plans found that fit is taken.
+The levels do not depend on `memory=`, and a lower one is never faster, so a smaller memory ends at the same level or a
+lower one. The first guesses take peak and sum as proportional; then the levels between one whose peak is too large and
+one that fits (or that no plan reaches) are halved, until they are neighbours: beside a level that leaves little of the
+memory a faster one may fit too. The fastest of the plans found that fit is taken. A plan whose sum is
+within the limit of a lower level is the plan of that level too.
 """
 
 from __future__ import annotations
@@ -30,9 +32,6 @@ A_HALF = 16
 
 LAST = 8 * A_HALF
 """The last level: a plan with 1/256 of the bytes."""
-
-CLOSE = 0.95
-"""A plan that takes so much of the memory is close enough to it."""
 
 GUESSES, TRIES = 2, 8
 """At most so many levels are guessed, and so many tried in all."""
@@ -91,11 +90,22 @@ class PeakFit:
     def at(self, level: int) -> Measured | TooLittle:
         """What is found at a level; it is tried once."""
         if level not in self.levels:
+            known = self._from_above(level)
+            if known is not None:
+                self.levels[level] = known
+                return known
             try:
                 self.levels[level] = self._measured(None if level == 0 else self._limit(level))
             except TooLittle as fault:
                 self.levels[level] = fault
         return self.levels[level]
+
+    def _from_above(self, level: int) -> Measured | None:
+        """What was found at a higher level and is within the limit of this one."""
+        if level == 0:
+            return None
+        above = (m for at, m in sorted(self.levels.items()) if at < level and isinstance(m, Measured))
+        return next((m for m in above if m.nbytes <= self._limit(level)), None)
 
     def _measured(self, limit: float | None) -> Measured:
         graph, plan = self.planned(limit)
@@ -132,7 +142,7 @@ class PeakFit:
                 over, guesses = level, guesses + 1
                 step = math.ceil(A_HALF * math.log2(made.most.peak / memory))
                 level = over + min(step, A_HALF) if guesses <= GUESSES else over
-            elif made.most.peak >= CLOSE * memory or level == 0:
+            elif level == 0:
                 break
             else:
                 under, level = level, over  # halved below

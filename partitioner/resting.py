@@ -11,6 +11,7 @@ splits (HSDP). A parameter with no factor large enough rests whole.
     bytes(layout) = weight + gradient (4 + 4 in float32) + 8 of moments an element, + 2 of a working copy in 16 bits
 
     seconds(layout) = 28 bytes a local element / memory bandwidth    (AdamW in fp32 reads p, g, m, v, writes p, m, v)
+                      of the host where the state is away, + gradient down and parameter up / bandwidth of its link
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .errors import PlanError
 from .factors import Factored
 from .given import pinned_state
 from .graph import Graph
+from .hardware import DEVICES, Device, host_bandwidth
 from .layout import Factor, Layout, Spot, parse
 from .mesh import Mesh
 from .states import Prices, States, layout_states
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 
 STEP_BYTES = 28
 """Bytes a parameter that an fp32 AdamW step moves."""
+
+MOMENTS = 8
+"""Bytes of optimizer state an element: the two fp32 moments of Adam (ZeRO, section 3.1)."""
 
 ORDERED_AXES = 3
 """Meshes of at most so many axes try every order of the axes on one factor; larger ones the mesh's, data axes last."""
@@ -63,7 +68,16 @@ def rest_size(graph: Graph, node: fx.Node, name: str) -> int:
 def state_size(graph: Graph, node: fx.Node, name: str, trained: bool) -> int:
     """Bytes an element at rest of a parameter, its gradient, its moments, and of its working copy in another dtype."""
     rests, works = rest_size(graph, node, name), node.meta["val"].element_size()
-    return (works if rests != works else 0) + (2 * rests + graph.moments if trained else rests)
+    moments = 0 if name in graph.away else MOMENTS
+    return (works if rests != works else 0) + (2 * rests + moments if trained else rests)
+
+
+def step_seconds(graph: Graph, name: str, elements: Any, itemsize: int, device: Device) -> Any:
+    """Seconds of the optimizer's step on so many elements of a trained parameter, which rest in `itemsize` bytes."""
+    if name not in graph.away:
+        return compute_seconds(0.0, STEP_BYTES * elements, "float32", device)
+    copied = 2 * itemsize * elements / host_bandwidth(device)
+    return copied + compute_seconds(0.0, STEP_BYTES * elements, "float32", DEVICES["cpu"])
 
 
 class Rests:
@@ -90,7 +104,7 @@ class Rests:
         given = self.given.get(name)
         experts = tuple(a in self.marked.experts for d in self.factored.dims[node] for a in d)
         rests, works = rest_size(self.graph, node, name), node.meta["val"].element_size()
-        key = (whole, rests, works, experts, pins, given, trained)
+        key = (whole, rests, works, experts, pins, given, trained, name in self.graph.away)
         if key not in self._made:
             if given is not None:
                 layouts = [refined(given, whole)]
@@ -98,8 +112,10 @@ class Rests:
                 layouts = self._pinned(name, whole, self._stage(self._layouts(whole, experts)), pins)
             elements = np.array([largest_local(x, self.mesh) for x in layouts], dtype=float)
             # bytes at rest weigh little against time, enough to prefer the smaller of two equal plans
-            moved = elements * (STEP_BYTES if trained else 1e-2 * works)
-            seconds = compute_seconds(0.0, moved, "float32", self.mesh.device)
+            if trained:
+                seconds = step_seconds(self.graph, name, elements, rests, self.mesh.device)
+            else:
+                seconds = compute_seconds(0.0, elements * 1e-2 * works, "float32", self.mesh.device)
             nbytes = elements * state_size(self.graph, node, name, trained)
             self._made[key] = Resting(layouts, layout_states(layouts, self.prices.names), seconds, nbytes)
         return self._made[key]

@@ -6,7 +6,9 @@ After:   `h = start((all_reduce(dp),), x); ...; y = wait(h, 1)[0]`
 A bucket of parameter gathers holds neighbours in the order of use. A collective starts right after what it sends is
 made and is waited for right before it is read: a gradient's reduction runs under the rest of backward. Gathers of
 parameters start one gather ahead of their use, so that at most two gathered parameters are in flight. Reductions of
-small gradients are collected into buckets.
+small gradients are collected into buckets. Of those that leave a rank less than it sends (ZeRO), at most `IN_FLIGHT`
+are under way: the whole gradients that wait for one do not grow with the model. An all-reduce leaves all that it sends,
+so to wait for it would save nothing.
 
 A bucket closes at so many bytes of local tensors that its message hardly feels its latency (`partitioner/buckets.py`
 has the size and the price), and tensors larger than that travel alone, uncopied.
@@ -28,6 +30,9 @@ from ..partitioner.transfer import pause, start, wait
 from .aliases import readers, shared_memory
 from .draft import Draft
 
+IN_FLIGHT = 2
+"""Reduce-scatters of gradients under way at a time: one on the wire, one behind it (FSDP has one)."""
+
 LOCAL = ("slice", "zero")
 """Primitives that talk to nobody."""
 
@@ -40,6 +45,7 @@ def start_early(draft: Draft) -> Draft:
     for node in rest:
         _split_phase(draft, [node], order)
     _prefetch(draft)
+    _bound(draft)
     _let_overwrite(draft)
     draft.established += ("one-wait",)
     return draft
@@ -146,6 +152,20 @@ def _prefetch(draft: Draft) -> None:
     for previous, later in zip(gathers, gathers[1:], strict=False):
         turn = later.meta.get("backward") and not previous.meta.get("backward")
         (_first_backward(draft) if turn else waits[previous]).prepend(later)
+
+
+def _bound(draft: Draft) -> None:
+    """The wait for a reduce-scatter whose results leave the program moves before the `IN_FLIGHT`-th start after it."""
+    out = draft.graph.output_node
+    begun = [n for n in draft.graph.fx.nodes if n.target is start and n.meta.get("backward")]
+    waits = {n.args[0]: n for n in draft.graph.fx.nodes if n.target is wait}
+    scatters = [n for n in begun if n.args[0][0].kind == "reduce_scatter"]  # type: ignore[index,union-attr]
+    leave = [n for n in scatters if all(set(v.users) == {out} for v in waits[n].users)]
+    for early, later in zip(leave, leave[IN_FLIGHT:], strict=False):
+        ended = waits[early]
+        later.prepend(ended)
+        for value in list(ended.users):
+            later.prepend(value)
 
 
 def _first_backward(draft: Draft) -> fx.Node:

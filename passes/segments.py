@@ -108,14 +108,30 @@ class _Cutter:
         return of
 
     def _hops(self) -> dict[fx.Node, int]:
-        """Between loops: how many times what a node reads has gone from stage to stage in its phase."""
+        """Between loops: how many times what a node reads has gone from stage to stage in its phase.
+
+        Backward waits for its readers: what it makes of forward values alone, such as those made again, would else be
+        made beside forward, and stand until it is read.
+        """
         out: dict[fx.Node, int] = {}
         for node in self.nodes:
-            p, mine = self.when.of[node], self.stages(node)
-            near = [x for x in node.all_input_nodes if self.when.of.get(x) == p and x not in self.when.collects]
-            hops = [out[x] + (not mine <= self.stages(x)) for x in near] if p % 2 == 0 else []
-            out[node] = max(hops, default=0)
+            near = [x for x in node.all_input_nodes if self._between(x, node) and x not in self.when.collects]
+            out[node] = max((out[x] + self._hop(x, node) for x in near), default=0)
+        for node in reversed(self.nodes):
+            near = [u for u in node.users if self._between(node, u) and node not in self.when.collects]
+            if node.meta.get("backward") and near:
+                out[node] = min(out[u] - self._hop(node, u) for u in near)
+        for node in self.nodes:  # what a call gives leaves its segment one by one
+            if is_getitem(node) and self.when.of[node] % 2 == 0:
+                out[node] = out[node.args[0]]  # type: ignore[index]
         return out
+
+    def _between(self, x: fx.Node, reader: fx.Node) -> bool:
+        """Whether both run in one phase between loops."""
+        return self.when.of.get(x) == self.when.of.get(reader) and self.when.of[reader] % 2 == 0
+
+    def _hop(self, x: fx.Node, reader: fx.Node) -> bool:
+        return not self.stages(reader) <= self.stages(x)
 
     def _parts(self) -> dict[tuple[fx.Node, int], str]:
         """In loops, per node and stage: forward, on the way to another stage's gradients, or neither."""

@@ -203,7 +203,7 @@ class Compiled(Planned):
             homes = program.plan.stages.homes if program.plan.stages else None
             self._state = State(self.model, program.plan.resting, self.mesh, self.comm, self.device, homes)
             if self.optimizer:
-                self.optimizer.attach(self._state)
+                self.optimizer.attach(self._state, away=bool(program.captured.away))
         self._check_homes(program)
         check_agreement(program, self._roll_call, shapes)
         return Runner(program, self._state, self.comm, self.device, self.settings.collectives)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..partitioner.offload import Offload
+from ..partitioner.offload import Offload, first_parameters, trained
 from .state import State
 
 
@@ -145,13 +145,8 @@ class HostShards:
 
 def chosen(state: State, index: int, offload: Offload) -> Iterator[tuple[str, nn.Parameter]]:
     """The shards of the first trained parameters of the model that make up `ratio` of its trained elements."""
-    trained = [(n, p) for n, p in state.model.named_parameters() if p.requires_grad]
-    left = offload.ratio * sum(p.numel() for _, p in trained)
     mine = dict(state.all_of(index))
-    for name, whole in trained:
-        if left <= 0:
-            return
-        left -= whole.numel()
+    for name in first_parameters(trained(state.model), offload.ratio):
         yield name, mine[name]
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from ..partitioner.errors import MeshwrightError
-from ..partitioner.offload import Offload
+from ..partitioner.offload import AWAY, Offload
 from ..partitioner.optimizer_bytes import ADAMW, SGD, Stepper
 from ..partitioner.transfer import Transfer
 from .block_file import FileError
@@ -60,12 +60,14 @@ class Optimizers:
         self.waiting: list[Schedulers] = []
         self.skipped = False  # the last step: schedulers then stay where they are
 
-    def attach(self, state: State) -> None:
-        """Make the optimizers, now that there are shards.
+    def attach(self, state: State, away: bool = False) -> None:
+        """Make the optimizers, now that there are shards. `away`: the plan needs their state on the host.
 
         Raises:
             MeshwrightError: the factory returned none, or one that cannot work on shards.
         """
+        if away and self.offload.offload_optimizer == "none":
+            self.offload = AWAY
         self.state, in_files = state, self.offload.offload_optimizer == "nvme"
         held = range(len(state.comm.ranks))
         shards = FileShards if in_files else HostShards
@@ -127,8 +129,6 @@ class Optimizers:
 
     def stepper(self) -> Stepper:
         """What it holds on the device, as the memory model counts it: AdamW's, until it is made."""
-        if self.offload.offload_optimizer != "none" and self.offload.ratio == 1:
-            return SGD
         if not self.each or not isinstance(self.each[0], torch.optim.SGD):
             return ADAMW
         return replace(SGD, moments=int(self.each[0].defaults["momentum"] != 0))

@@ -172,5 +172,8 @@ def _resting(compiled: Any, runner: Any, index: int) -> Iterator[torch.Tensor]:
         yield p.detach()
     yield from (buffers[index] for buffers in state.buffers.values())
     yield from runner.constants.values()
-    for moments in compiled.optimizer.each[index].state.values() if compiled.optimizer else ():
-        yield from (x for x in moments.values() if isinstance(x, torch.Tensor))
+    if compiled.optimizer is None:
+        return
+    copies = set(getattr(compiled.optimizer.host[index], "copies", {}).values())  # on the host, as their state is
+    for p, moments in compiled.optimizer.each[index].state.items():
+        yield from (x for x in moments.values() if isinstance(x, torch.Tensor) and p not in copies)

@@ -14,6 +14,7 @@ from meshwright.partitioner.buckets import Bucket, bucket_limit, bucketed_second
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.collective import path_seconds, wire_bytes
 from meshwright.partitioner.collective_cost import collective_seconds
+from meshwright.partitioner.memory import Model
 from meshwright.partitioner.planner import Options, make_plan
 from meshwright.partitioner.states import Prices
 from meshwright.partitioner.traffic import traffic_of
@@ -76,3 +77,16 @@ def test_many_small_gradients_cost_one_message(zero: int):
     paid = [collective_seconds(o[0].kind, plan.mesh.levels(("dp",)), n) for o, n in zip(together, sent, strict=True)]
     assert len(paid) == (1 if zero == 0 else 2)
     assert told == pytest.approx(sum(paid), rel=0.3)
+
+
+def test_gradients_that_wait_for_their_reduction_do_not_grow_with_the_model():
+    """ZeRO-3 on 8 GPUs: with four layers more a rank's peak is higher by what rests of them, 16 bytes / 8."""
+
+    def peak(layers: int) -> int:
+        with torch.device("meta"):
+            wide = (m for _ in range(layers) for m in (nn.Linear(4096, 4096, bias=False), nn.Tanh()))
+            net, x = nn.Sequential(*wide), torch.empty(8, 4096)
+        graph = capture(net, (x,), {}, loss=lambda y, _: y.square().mean())
+        return Model(lower(*make_plan(graph, mw.Mesh(dp=8, device="h100"), Options(zero=3)))).of(0).peak
+
+    assert peak(10) - peak(6) == pytest.approx(4 * 4096**2 * 16 / 8, rel=1e-3)

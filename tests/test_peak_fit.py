@@ -30,7 +30,8 @@ from zoo import ZOO
 
 TOKENS, TARGETS = (torch.arange(32 * 8).reshape(32, 8) % n for n in (13, 11))
 SHARES = (1.0, 0.88, 0.7)
-CELLS = [("gpt", {"dp": 2})]
+SLOW = [("gpt", {"tp": 2}), ("llama", {"dp": 2})]
+CELLS = [("gpt", {"dp": 2}), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW)]
 
 
 def model_of(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -112,6 +113,40 @@ def test_state_on_the_host_takes_no_memory_of_the_device():
     plan = mw.compile(model, on, kwargs=batch, optimizer=adamw, memory=away, offload="full").plan
     assert plan.zero == 0 and not plan.recompute and plan.facts.peak.nbytes == away  # type: ignore[union-attr]
     assert there.plan.recompute or there.plan.zero
+
+
+def wide(rows: int, **options: Any) -> tuple[mw.Compiled, dict[str, Any]]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    batch = {"input": torch.randn(rows, 64), "target": torch.arange(rows) % 8}
+    loss = torch.nn.functional.cross_entropy
+    return mw.compile(net, mesh({"dp": 1}), kwargs=batch, loss=loss, optimizer=adamw, **options), batch
+
+
+def tracked_peak(compiled: mw.Compiled, batch: dict[str, Any]) -> int:
+    compiled._comm = WatchedComm(compiled.mesh)
+    compiled.step(**batch)
+    return max(t.peak for t in track(compiled, **batch))
+
+
+def test_state_goes_to_the_host_where_nothing_else_fits():
+    free, batch = wide(4)
+    memory = int(0.7 * free.memory_report().peak)
+    with pytest.raises(TooLittle, match="offload='full'"):
+        wide(4, memory=memory, offload="none")
+    made, _ = wide(4, memory=memory)
+    assert tracked_peak(made, batch) <= memory and made.offload_report.host_nbytes > 0
+    assert any("offload='auto'" in note for note in made.plan.notes)
+    assert sum(made.plan.seconds) > sum(free.plan.seconds)  # copies, and a step at the host's rate
+    for _ in range(2):
+        free.step(**batch)
+    assert all(torch.equal(a, made.gather("params")[n]) for n, a in free.gather("params").items())
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_a_part_of_the_state_on_the_host_is_no_memory_of_the_device(ratio: float):
+    compiled, batch = wide(512, offload=mw.Offload(offload_optimizer="cpu", ratio=ratio))
+    assert tracked_peak(compiled, batch) == compiled.memory_report().peak
 
 
 def test_a_pipeline_of_one_micro_batch_counts_a_stage_each():

@@ -196,6 +196,15 @@ def test_a_layer_that_is_run_twice_is_two_blocks():
 
 
 # -- the plan and the laws
+def test_stages_in_one_go_make_again_when_backward_comes():
+    """Nothing is made again beside forward, where it would stand until another stage's gradients are here."""
+    compiled = gpt(0.1, recompute="full", axes={"pp": 2}, micro_batches=1)
+    compiled.trace(TOKENS, TARGETS)
+    forward, *others = [list(s.graph.calls()) for s in compiled.program.segments]
+    assert not any(n.meta.get("backward") for n in forward)
+    assert sum(is_twin(n.name) for calls in others for n in calls) > 10
+
+
 def test_a_saved_plan_recomputes_as_the_first_did():
     first = gpt(0.1, recompute="full", axes={"pp": 2}, micro_batches=2)
     want = after_steps(first, 1)

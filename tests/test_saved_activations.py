@@ -54,11 +54,13 @@ class Net(nn.Module):
 
 
 @cache
-def kept(layers: int, recompute: str) -> tuple[int, ...]:
-    """Bytes of what backward reads: of wide values (a multiple of h), and of the others."""
-    net, x = Net(layers).bfloat16().train(), torch.randn(B, S, H, dtype=torch.bfloat16)
+def kept(layers: int, recompute: str = "none", ranks: int = 1, pins: tuple = ()) -> tuple[int, ...]:
+    """Bytes of what backward reads, of a tensor rank: of wide values (a multiple of h), and of the others."""
+    with torch.device("meta"):
+        net, x = Net(layers).bfloat16().train(), torch.empty(B, S, H, dtype=torch.bfloat16)
     graph = capture(net, (x,), {}, loss=lambda out, _: out)
-    graph, plan = make_plan_in_time(graph, mw.Mesh(dp=1, device="h100"), Options(recompute=recompute, zero=0), 1)
+    mesh = mw.Mesh(tp=ranks, device="h100") if ranks > 1 else mw.Mesh(dp=1, device="h100")
+    graph, plan = make_plan_in_time(graph, mesh, Options(recompute=recompute, zero=0, pin=dict(pins)), 1)
     layouts = place(graph, graph.factored, plan).layouts
     found = [0, 0]
     for v in saved_values(graph, graph.factored):
@@ -67,9 +69,10 @@ def kept(layers: int, recompute: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def a_layer(recompute: str = "none") -> tuple[int, ...]:
+def a_layer(recompute: str = "none", ranks: int = 1, pins: tuple = ()) -> tuple[int, ...]:
     """Of one layer more."""
-    return tuple(b - a for a, b in zip(kept(2, recompute), kept(3, recompute), strict=True))
+    few, more = (kept(n, recompute, ranks, pins) for n in (2, 3))
+    return tuple(b - a for a, b in zip(few, more, strict=True))
 
 
 def test_a_layer_keeps_what_the_paper_says():
