@@ -198,11 +198,12 @@ def compile(
         def planned(graph: Graph, limit: float | None) -> tuple[Graph, Plan]:
             return plan_step(graph.copy(), mesh_now, replace(options, memory=limit), parts, asked)
 
-        def within(graph: Graph) -> Program:
-            return PeakFit(partial(planned, graph), partial(lowered, request), compiled.memory_model).within(memory)
-
         if memory is None:
             return lowered(request, *planned(graph, None))
+
+        def within(graph: Graph, most: float = memory) -> Program:
+            return PeakFit(partial(planned, graph), partial(lowered, request), compiled.memory_model).within(most)
+
         try:
             program = within(graph)
         except TooLittle:

@@ -27,13 +27,12 @@ from pathlib import Path
 DATA = Path(__file__).resolve().parent / "data" / "megatron_rows.csv"
 sys.path.insert(0, str(DATA.parent.parent.parent / "tests"))
 
-from test_saved_activations import B, H, S, a_layer  # noqa: E402
+from test_saved_activations import SPLIT, WHOLE, B, H, S, a_layer  # noqa: E402
 
 GIB, MIB = 2**30, 2**20
 VOCABULARY, GPUS = 50257, 8
 """Of GPT-2, padded to a multiple of 128 a tensor rank; of a node, where a row says nothing else."""
 PEAK_LOGIT = 6
-NORM = {"first": "[b, s, h]", "second": "[b, s, h]"}
 
 
 class Row:
@@ -97,8 +96,8 @@ class Row:
 @cache
 def coefficient(t: int, sequence: bool) -> float:
     """What a layer keeps on `t` tensor ranks, in units of sbh, by the plan of a captured one."""
-    pins = {} if sequence or t == 1 else NORM
-    return a_layer("none", t, tuple(pins.items()))[0] / (S * B * H)
+    pins = () if t == 1 else SPLIT if sequence else WHOLE
+    return a_layer("none", t, pins)[0] / (S * B * H)
 
 
 def rows() -> list[Row]:

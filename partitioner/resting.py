@@ -115,7 +115,8 @@ class Rests:
             if trained:
                 seconds = step_seconds(self.graph, name, elements, rests, self.mesh.device)
             else:
-                seconds = compute_seconds(0.0, elements * 1e-2 * works, "float32", self.mesh.device)
+                moved: np.ndarray = elements * (1e-2 * works)
+                seconds = compute_seconds(0.0, moved, "float32", self.mesh.device)
             nbytes = elements * state_size(self.graph, node, name, trained)
             self._made[key] = Resting(layouts, layout_states(layouts, self.prices.names), seconds, nbytes)
         return self._made[key]

@@ -120,7 +120,7 @@ def wide(rows: int, **options: Any) -> tuple[mw.Compiled, dict[str, Any]]:
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
     batch = {"input": torch.randn(rows, 64), "target": torch.arange(rows) % 8}
     loss = torch.nn.functional.cross_entropy
-    return mw.compile(net, mesh({"dp": 1}), kwargs=batch, loss=loss, optimizer=adamw, **options), batch
+    return mw.compile(net, mesh({"dp": 1}), loss=loss, optimizer=adamw, **options), batch
 
 
 def tracked_peak(compiled: mw.Compiled, batch: dict[str, Any]) -> int:
@@ -131,9 +131,10 @@ def tracked_peak(compiled: mw.Compiled, batch: dict[str, Any]) -> int:
 
 def test_state_goes_to_the_host_where_nothing_else_fits():
     free, batch = wide(4)
+    free.trace(**batch)
     memory = int(0.7 * free.memory_report().peak)
     with pytest.raises(TooLittle, match="offload='full'"):
-        wide(4, memory=memory, offload="none")
+        wide(4, memory=memory, offload="none")[0].step(**batch)
     made, _ = wide(4, memory=memory)
     assert tracked_peak(made, batch) <= memory and made.offload_report.host_nbytes > 0
     assert any("offload='auto'" in note for note in made.plan.notes)

@@ -1,12 +1,18 @@
 """What a transformer layer keeps for backward, in the graph, against the published counts (arXiv 2205.05198, table 2).
 
-    2-byte values, GELU, dropout, s tokens, b sequences, width h, a heads, one device
-    the paper      sbh (34 + 5as/h);        full recompute 2sbh
-    here           34sbh + 4asb + 8sb;      2sbh
+    2-byte values, GELU, dropout, s tokens, b sequences, width h, a heads, t tensor ranks
+
+    form                         the paper, a rank             here
+    one device                   sbh (34 + 5as/h)              34sbh + 4asb + 8sb
+    tensor parallel              sbh (10 + 24/t + 5as/(ht))    sbh (10 + 24/t) + 4asb/t + 8sb
+    sequence-sharded norms       sbh (34/t + 5as/(ht))         (34sbh + 4asb + 8sb) / t
+    selective recompute          34sbh                         as without: there are no scores to make again
+    full recompute               2sbh                          2sbh
 
 Where they differ: attention keeps its log-sum-exp, 4 bytes a head and token, in the place of softmax, mask and dropout
 of [s, s] (5as^2b): that is the paper's selective recompute, without recompute. A layer norm keeps mean and 1/std of
 each token, 2 bytes each here. The paper leaves both small terms out. All else is equal, masks of dropout among it.
+Which of the two forms of tensor parallelism a plan has follows from the layout of the norms, here pinned.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 from functools import cache
 
 import meshwright as mw
+import pytest
 import torch
 import torch.nn.functional as F
 from meshwright.partitioner.capture import capture
@@ -24,7 +31,8 @@ from meshwright.partitioner.planner import Options
 from meshwright.partitioner.saved import saved_values
 from torch import nn
 
-S, B, H, A = 32, 4, 64, 4
+S, B, H, A = 1024, 4, 2048, 16
+WHOLE, SPLIT = (tuple((f"*.{norm}", text) for norm in ("first", "second")) for text in ("[b, s, h]", "[b, s:tp, h]"))
 
 
 class Layer(nn.Module):
@@ -79,6 +87,20 @@ def test_a_layer_keeps_what_the_paper_says():
     wide, narrow = a_layer()
     assert wide == 34 * S * B * H
     assert narrow == 4 * A * S * B + 8 * S * B
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_a_layer_on_tensor_ranks(t: int):
+    wide, narrow = a_layer("none", t, WHOLE)
+    assert wide == (10 + 24 // t) * S * B * H
+    assert narrow == 4 * A * S * B // t + 8 * S * B
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_a_layer_with_sequence_sharded_norms(t: int):
+    wide, narrow = a_layer("none", t, SPLIT)
+    assert wide == 34 * S * B * H // t
+    assert narrow == (4 * A * S * B + 8 * S * B) // t
 
 
 def test_full_recompute_keeps_the_input_of_a_layer():
