@@ -1,7 +1,8 @@
-"""First values for a model made on the meta device: one module at a time, each rank keeping its part.
+"""First values for a model made on the meta device: one module at a time, the same on every mesh.
 
-Every module draws on a generator seeded by (seed, its name) and makes its whole tensors, of which each rank takes its
-shard: the values are the same on every mesh, and no more than one module is whole at a time.
+Where a module's initialiser writes its tensors element by element, as most of PyTorch's do, each rank makes its shards
+alone (`by_element.py`). Any other (an orthogonal matrix, a row that is zeroed) draws on a generator seeded by (seed,
+the module's name) and makes whole tensors, of which each rank takes its part: no more than one module at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..kernels.philox import whole_pieces
 from ..partitioner.errors import MeshwrightError
+from .by_element import Write, carry_out, noted, pieces_of
 from .state import State
 
 
@@ -35,7 +38,14 @@ def initialise(state: State, seed: int, init: Callable[[nn.Module], Any] | None 
         wanted = {k: full for k, full in names.items() if full in state.empty}
         if not wanted:
             continue
-        values = _values(module, name, seed, init)
+        make = _maker(module, init)
+        twin = copy.deepcopy(module).to_empty(device="meta", recurse=False)
+        writes = None if make is None else noted(twin, make)
+        if writes is not None:
+            for k, full in wanted.items():
+                _draw(state, full, writes[k], seed)
+            continue
+        values = None if make is None else _values(module, name, seed, make)
         for k, full in wanted.items():
             if values is None or _untouched(values[k]):
                 missing.append(full)
@@ -54,14 +64,30 @@ def _join(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
-def _values(
-    module: nn.Module, name: str, seed: int, init: Callable[[nn.Module], Any] | None
-) -> dict[str, torch.Tensor] | None:
-    """The module's own tensors, made on the CPU; None when nothing can make them."""
+def _maker(module: nn.Module, init: Callable[[nn.Module], Any] | None) -> Callable[[nn.Module], Any] | None:
+    """What gives a module its values; None when nothing can."""
+    if init is not None:
+        return init
+    own: Any = getattr(type(module), "reset_parameters", None)
+    return own if callable(own) else None
+
+
+def _draw(state: State, name: str, writes: list[Write], seed: int) -> None:
+    """Give every shard its values."""
+    if name in state.params:
+        state.as_given = False
+        for p, rank in zip(state.params[name], state.comm.ranks, strict=True):
+            if p is not None:
+                carry_out(writes, p.detach(), name, pieces_of(state.layouts[name], state.mesh, rank), seed)
+    else:
+        for b in state.buffers[name]:
+            carry_out(writes, b, name, whole_pieces(tuple(b.shape)), seed)
+    state.empty.discard(name)
+
+
+def _values(module: nn.Module, name: str, seed: int, make: Callable[[nn.Module], Any]) -> dict[str, torch.Tensor]:
+    """The module's own tensors, made whole on the CPU."""
     twin = copy.deepcopy(module).to_empty(device="cpu", recurse=False)
-    make = init or (lambda m: m.reset_parameters())
-    if init is None and not callable(getattr(twin, "reset_parameters", None)):
-        return None
     tensors = {k: t for k, t in [*twin.named_parameters(recurse=False), *twin.named_buffers(recurse=False)]}
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for t in tensors.values():

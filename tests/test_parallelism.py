@@ -109,10 +109,18 @@ def test_ulysses_needs_no_pin_to_be_legal():
 # -- models without values
 def built_on_meta() -> nn.Module:
     with torch.device("meta"):
-        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+        return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), Odd(8, 3))
 
 
-@pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
+class Odd(nn.Linear):
+    """Initialised by what sees the whole tensor, and by a chain of calls on its elements."""
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.weight)
+        nn.init.trunc_normal_(self.bias, std=0.02)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2}])
 def test_a_model_on_meta_is_initialised_alike_on_every_mesh(axes: dict):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     one = mw.compile(built_on_meta(), mw.Mesh(dp=1), args=(x,), loss=mean_square, seed=3)
@@ -124,6 +132,35 @@ def test_a_model_on_meta_is_initialised_alike_on_every_mesh(axes: dict):
     for name, value in one.gather("params").items():
         assert torch.equal(compiled.gather("params")[name], value)
     torch.testing.assert_close(compiled.step(x), one.step(x))
+
+
+def test_first_values_are_drawn_by_element(monkeypatch):
+    """No whole tensor is made of what is written element by element; the values have the spread that PyTorch's have."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.norm = nn.Linear(300, 200), nn.BatchNorm1d(200)
+            self.cut = nn.Parameter(torch.empty(200, 50, dtype=torch.bfloat16))
+
+        def reset_parameters(self):
+            nn.init.trunc_normal_(self.cut.data, std=0.5, a=-0.5, b=0.5)
+
+        def forward(self, x):
+            return self.norm(self.up(x)) @ self.cut.float()
+
+    with torch.device("meta"):
+        model = Mixed()
+    compiled = mw.compile(model, mw.Mesh(dp=2), args=(torch.randn(4, 300),), loss=mean_square, zero=3)
+    monkeypatch.setattr("meshwright.runtime.initialise._values", None)
+    compiled.initialize()
+    found = compiled.gather("params")
+    bound = 300**-0.5
+    assert 0.99 * bound < found["up.weight"].abs().max() <= bound
+    assert abs(float(found["up.weight"].std()) - bound / 3**0.5) < 0.01 * bound
+    assert (found["norm.weight"] == 1).all() and (compiled.gather("buffers")["norm.running_var"] == 1).all()
+    assert 0.45 < float(found["cut"].abs().max()) <= 0.5 and abs(float(found["cut"].float().mean())) < 0.01
+    assert found["up.bias"].unique().numel() == 200 and found["cut"].unique().numel() > 512
 
 
 def test_a_model_on_meta_takes_a_state_dict():
