@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from .allocations import Spec, contiguous, span
-from .graph import as_key, is_tensor
+from .graph import is_tensor
 from .kept import Kept
 from .layout import local_shape
 from .ledger import Block, Ledger, Moment
 from .mesh import TIME
-from .program import Act, Collect, Program
+from .program import Act, Collect, Program, summed_wide
 from .scripts import Script, Scripts
 from .wires import ONE_PROCESS
 
@@ -40,7 +40,7 @@ class Held:
         self.moments: list[Moment] = []
         self.shards: list[tuple[int, torch.dtype]] = []
         self.sending: list[Value] = []
-        self._graphs: dict[int, list[Any]] = {}
+        self._alike: dict[int, bool] = {}
         placed = zip(program.graph.placeholders, program.graph.inputs, strict=True)
         self.roles = {n.name: role for n, role in placed}
         pairs = zip(program.graph.output_values, program.graph.outputs, strict=True)
@@ -147,7 +147,8 @@ class Held:
 
     def _segment(self, act: Act, dropped: list[Any], walk: Kept, kept: dict[Any, Any]) -> None:
         segment = self.program.segments[act.segment]
-        given = [kept[walk.key(name, act)] for name in segment.reads]
+        sums = segment.sums if act.micro_batch else ()
+        given = [kept[walk.key(name, act)] for name in segment.reads] + [kept[c.whole, None] for c in sums]
         joined = {walk.key(c.part, act) for c in segment.collects}
         for key in dropped:
             if key not in joined:
@@ -167,17 +168,11 @@ class Held:
 
     def _graph(self, act: Act) -> Any:
         """The graph of a micro-batch; those that are the same in plain numbers are one (`runner.py` does so too)."""
-        segment, world = self.program.segments[act.segment], self.mesh.world_size
-        i, last = act.micro_batch or 0, self.program.plan.micro_batches - 1
-        graphs = self._graphs.get(act.segment)
-        if graphs is None:
-            first, second = segment.rank_graph(self.rank), None
-            if segment.timed and last:
-                second = segment.rank_graph(min(1, last) * world + self.rank)
-            graphs = self._graphs[act.segment] = [first, second is None or as_key(first) == as_key(second)]
-        if graphs[1] and i != last:
-            return graphs[0]
-        return segment.rank_graph(i * world + self.rank) if segment.timed else graphs[0]
+        segment, world, count = self.program.segments[act.segment], self.mesh.world_size, self.program.plan.micro_batches
+        if act.segment not in self._alike:
+            self._alike[act.segment] = segment.timed and segment.alike(count, world, self.rank)
+        i = act.micro_batch or 0
+        return segment.graph_at(min(i, 1) if self._alike[act.segment] and i != count - 1 else i, world, self.rank)
 
     def _talk(self, act: Act, walk: Kept, kept: dict[Any, Any]) -> None:
         keys = [walk.key(name, act) for name in act.values]
@@ -205,8 +200,8 @@ class Held:
                 kept[whole] = (joined, self._block(joined, kind))
                 self.ledger.look(f"joined {c.whole}")
             return
-        narrow = c.step.op == "sum" and spec.dtype.is_floating_point and spec.dtype.itemsize < 4
-        if i == 0:
+        narrow = c.step.op == "sum" and summed_wide(spec.dtype)
+        if i == 0 or c.inside:
             kept[whole] = (spec, block)
         elif i == 1 and (narrow or not c.fresh):
             wide = contiguous(spec.shape, torch.float32 if narrow else spec.dtype)

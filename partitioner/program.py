@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from .collective import Step
-from .graph import Graph
+from .graph import Graph, as_key
 from .layout import Layout
 from .mesh import Mesh
 from .plan import Plan
@@ -31,17 +31,25 @@ def primitive(x: Any, step: Any) -> Any:
     raise TypeError("a mesh-wide graph is not run; its rank graphs are")
 
 
+def summed_wide(dtype: torch.dtype) -> bool:
+    """Whether a sum over micro-batches is kept in float32 until the last."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
 @dataclass(frozen=True)
 class Collect:
     """Something put together over micro-batches: the value `whole` from each one's `part`, by `step`.
 
-    `fresh`: nothing else reads a part or shares its memory, so that further ones may be added to it in place.
+    Attributes:
+        fresh: nothing else reads a part or shares its memory, so that further ones may be added to it in place.
+        inside: the segment itself adds what micro-batches after the first give to the sum so far.
     """
 
     part: str
     whole: str
     step: Step
     fresh: bool = False
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,8 @@ class Segment:
         reads, gives: names of values, as in the whole program.
         collects: what is put together of what it gives.
         rank_graph: its graph on a rank of the grid (`Plan.grid`): at a micro-batch, where it is timed.
+        adding_graph: the same at a micro-batch after the first: it reads the `sums` so far after `reads`, and gives
+            each in the place of its part, which has been added to it.
         phase: a loop over micro-batches where it is odd, between two loops where it is even.
         stage, part: of a pipeline: its virtual stage, and in a loop "F", "B", "W" or "BW", else "".
     """
@@ -66,9 +76,24 @@ class Segment:
     gives: tuple[str, ...]
     collects: tuple[Collect, ...]
     rank_graph: Callable[[int], fx.Graph]
+    adding_graph: Callable[[int], fx.Graph]
     phase: int = 0
     stage: int | None = None
     part: str = ""
+
+    @property
+    def sums(self) -> tuple[Collect, ...]:
+        """What it adds to itself."""
+        return tuple(c for c in self.collects if c.inside)
+
+    def graph_at(self, micro_batch: int | None, world: int, rank: int) -> fx.Graph:
+        """What a rank of `world` runs for a micro-batch (None: once)."""
+        graph = self.adding_graph if micro_batch and self.sums else self.rank_graph
+        return graph((micro_batch or 0) * world + rank)
+
+    def alike(self, count: int, world: int, rank: int) -> bool:
+        """Whether nothing in it depends on where a micro-batch lies; the last of `count` may still be smaller."""
+        return count > 1 and as_key(self.rank_graph(rank)) == as_key(self.rank_graph(world + rank))
 
     def word(self, micro_batch: int | None) -> str:
         """What it is called at a micro-batch: where there is a schedule, as there ("2F0")."""

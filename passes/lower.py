@@ -8,6 +8,7 @@
     start_early       collectives start early, wait late, small ones together  (one-wait)
 
 then, a rank at a time and only when asked for, `localize.rank_graph`          (local-shapes)
+and `accumulate.adding` for micro-batches after the first                      (added-once)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..partitioner.mesh import Mesh
 from ..partitioner.plan import Plan
 from ..partitioner.program import Program, Segment
 from . import dump, laws
+from .accumulate import adding
 from .act_laws import check_acts
 from .chunk_loss import chunk_loss
 from .draft import Draft, start
@@ -120,8 +122,10 @@ def _stage_index(mesh: Mesh, rank: int) -> int:
 
 
 def _segment(part: Part, device: torch.device) -> Segment:
-    of_rank = _by_rank(part.draft, device)
-    return Segment(part.name, part.draft.graph, part.timed, part.reads, part.gives, part.collects, of_rank, *part.where)
+    of_rank, sums = _by_rank(part.draft, device), tuple(c for c in part.collects if c.inside)
+    further = cache(lambda rank: adding(of_rank(rank), sums))
+    names = part.reads, part.gives, part.collects
+    return Segment(part.name, part.draft.graph, part.timed, *names, of_rank, further, *part.where)
 
 
 def _by_rank(draft: Draft, device: torch.device) -> Callable[[int], fx.Graph]:

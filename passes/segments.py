@@ -21,7 +21,7 @@ import torch.fx as fx
 from ..partitioner.graph import Graph, Role, is_getitem
 from ..partitioner.parts import parts
 from ..partitioner.placement import Placement
-from ..partitioner.program import Act, Collect
+from ..partitioner.program import Act, Collect, summed_wide
 from ..partitioner.schedules.action import Action
 from ..partitioner.schedules.post_ahead import post_ahead
 from ..partitioner.schedules.schedule import Schedule
@@ -254,7 +254,7 @@ class _Cutter:
             draft.graph.constants,
         )
         timed = slot[0] % 2 == 1
-        joins = tuple(_collect(c) for c in collects)
+        joins = tuple(_collect(c, mine) for c in collects)
         made = replace(
             draft,
             graph=inner,
@@ -276,11 +276,13 @@ class _Cutter:
         return name if self.plan.stages is None else f"{name} stage {stage}" + (f" {part}" if part else "")
 
 
-def _collect(node: fx.Node) -> Collect:
+def _collect(node: fx.Node, mine: set[fx.Node]) -> Collect:
     part, step = node.args
     assert isinstance(part, fx.Node)
     fresh = part.op == "call_function" and not is_getitem(part) and len(part.users) == 1 and not may_alias(part)
-    return Collect(part.name, node.name, step, fresh)  # type: ignore[arg-type]
+    is_sum = step.kind == "all_reduce" and step.op == "sum"  # type: ignore[union-attr]
+    inside = fresh and is_sum and part in mine and not summed_wide(part.meta["val"].dtype)
+    return Collect(part.name, node.name, step, fresh, inside)  # type: ignore[arg-type]
 
 
 def _of_these(placed: Placement, new: dict[fx.Node, fx.Node], mine: set[fx.Node]) -> Placement:

@@ -181,13 +181,11 @@ def _of_micro_batches(
     made: dict[Any, RankProgram] = {}
 
     def of(i: int) -> RankProgram:
-        graph = segment.rank_graph(i * world + rank)
+        graph = segment.graph_at(i, world, rank)
         key = as_key(graph)
         if key not in made:
             made[key] = compile_rank(graph, f"rank{rank} {segment.name}", constants)
         return made[key]
 
-    first, second, last = of(0), of(min(1, count - 1)), of(count - 1)
-    if first is second:  # nothing in it depends on where the micro-batch lies; the last may be smaller
-        return [*[first] * (count - 1), last]
-    return [of(i) for i in range(count)]
+    alike = segment.alike(count, world, rank)
+    return [of(min(i, 1) if alike and i != count - 1 else i) for i in range(count)]

@@ -102,18 +102,25 @@ def _walked(program: Program, rank: int, inputs: list[Any], found: Values) -> Ge
     walk, world = Walk(program, rank), program.mesh.world_size
 
     def run(segment: int, micro_batch: int | None, given: list[Any]) -> Generator[Any, Any, Any]:
-        at = (micro_batch or 0) * world + rank
-        graph = program.segments[segment].rank_graph(at)
+        at, part = (micro_batch or 0) * world + rank, program.segments[segment]
+        graph, reads = part.graph_at(micro_batch, world, rank), len(part.reads)
+        sums = dict(zip([part.gives.index(c.part) for c in part.sums], given[reads:], strict=False))
+        given[reads:] = map(torch.zeros_like, sums.values())  # added to nothing, a part is seen as it is
         values, out = yield from rank_values(graph, given, program.constants)
         for name, value in values.items():
             timed = name in program.timed
             if micro_batch is not None or not timed:  # one read after the loop is known from there
                 found[at if timed else rank].setdefault(name, value)
-        return tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in out)  # sums may be taken in place
+        # sums may be taken in place
+        return tuple(_whole(x, sums.get(i)) if isinstance(x, torch.Tensor) else x for i, x in enumerate(out))
 
     names = [n.name for n in program.graph.placeholders]
     results = yield from walk.run(dict(zip(names, inputs, strict=True)), run)
     _keep_outputs(program, results, found[rank])
+
+
+def _whole(part: torch.Tensor, so_far: torch.Tensor | None) -> torch.Tensor:
+    return part.clone() if so_far is None else so_far + part
 
 
 def _keep_outputs(program: Program, results: Any, found: dict[str, Any]) -> None:

@@ -3,7 +3,8 @@
 What is kept, and until when, `partitioner/kept.py` says. What is put together over micro-batches grows as they come:
 
     sum, max, min    the first is taken as it is, the second makes new memory unless the first is nobody else's,
-                     further ones are added in place; a sum below 32 bits is kept in float32 until the last
+                     further ones are added in place; a sum below 32 bits is kept in float32 until the last; what a
+                     segment adds itself (`Segment.sums`) is given to it
     parts of a dim   are kept, and joined after the last
 """
 
@@ -17,7 +18,7 @@ import torch
 from ..partitioner.kept import Kept, Key
 from ..partitioner.layout import local_shape
 from ..partitioner.mesh import TIME
-from ..partitioner.program import Act, Collect, Program
+from ..partitioner.program import Act, Collect, Program, summed_wide
 from ..partitioner.transfer import Transfer, transfer_of
 from .comm import Expect, Pause, Post, Wait, join, take
 from .rank_log import Log
@@ -88,7 +89,8 @@ class Walk(Kept):
             at = {(segment.stage, act.micro_batch)}
             forward = forward | at if segment.part == "F" else forward - at if "W" in segment.part else forward
             yield from self._arrive((self.key(name, act) for name in segment.reads), kept)
-            given = [kept[self.key(name, act)] for name in segment.reads]
+            sums = segment.sums if act.micro_batch else ()
+            given = [kept[self.key(name, act)] for name in segment.reads] + [kept[c.whole, None] for c in sums]
             joined = {self.key(c.part, act) for c in segment.collects}
             for key in dropped:
                 if key not in joined:
@@ -164,10 +166,10 @@ class Walk(Kept):
             kept[whole] = join(parts, self.joins[c.whole][0]) if len(parts) == self.count else parts
             return
         first, further = _FOLD[c.step.op]
-        if i == 0:
+        if i == 0 or c.inside:
             kept[whole] = part
         elif i == 1:
-            narrow = c.step.op == "sum" and part.dtype.is_floating_point and part.dtype.itemsize < 4
+            narrow = c.step.op == "sum" and summed_wide(part.dtype)
             if c.fresh and not narrow:
                 further(kept[whole], part)
             else:
