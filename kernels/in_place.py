@@ -1,4 +1,4 @@
-"""Ops that can write their result over an operand which nobody reads any more, or add it to a sum where they make it."""
+"""Ops that can write their result over an operand which nobody reads any more, or add it to a sum as they make it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import linear_cross_entropy  # noqa: F401  (its ops)
 from .cross_entropy import nll_backward_
 
 _aten = torch.ops.aten
@@ -39,4 +40,9 @@ ADDING: dict[Any, Callable[..., Any]] = {
     _aten.bmm.default: _aten.baddbmm_.default,
     _aten.embedding_dense_backward.default: add_embedding_backward_,
 }
-"""Of each op the function that adds its result to a first argument, and returns that: no tensor of that size is made."""
+"""Of each op the function that adds its result to a first argument and returns that; no tensor of that size is made."""
+
+ADDING_ONE: dict[Any, tuple[int, Callable[..., Any]]] = {
+    torch.ops.meshwright.linear_nll_step.default: (2, torch.ops.meshwright.linear_nll_step_.default),
+}
+"""The same of ops with several results: which of them is added."""

@@ -36,6 +36,7 @@ INSIDE: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     ops.linear_sums.default: (linear_cross_entropy._sums, linear_cross_entropy._sums),
     ops.linear_nll_backward.default: (linear_cross_entropy._backward, linear_cross_entropy._backward),
     ops.linear_nll_step.default: (linear_cross_entropy._step, linear_cross_entropy._step),
+    ops.linear_nll_step_.default: (linear_cross_entropy._step_added, linear_cross_entropy._step_added),
 }
 """Of each op what runs on a CPU, and on a GPU; None for a kernel that makes nothing but its results."""
 

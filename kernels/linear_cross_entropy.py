@@ -37,6 +37,8 @@ for _line in (
     "int ignore_index, int start) -> (Tensor, Tensor, Tensor)",
     "linear_nll_step(Tensor x, Tensor w, Tensor? b, Tensor target, Tensor grad, int ignore_index, bool want_x, "
     "bool want_w, bool want_b) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_nll_step_(Tensor(a!) total, Tensor x, Tensor w, Tensor? b, Tensor target, Tensor grad, int ignore_index, "
+    "bool want_x, bool want_w, bool want_b) -> (Tensor, Tensor, Tensor(a!), Tensor)",
 ):
     lib.define(_line, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -116,13 +118,14 @@ def _backward(
 
 
 def _step(
-    x, w, b, target, grad, ignore_index: int, want_x: bool, want_w: bool, want_b: bool, passes: Rows = TORCH
+    x, w, b, target, grad, ignore_index: int, want_x: bool, want_w: bool, want_b: bool, passes: Rows = TORCH, total=None
 ) -> tuple[torch.Tensor, ...]:
-    """(nll, dx, dw, db) of rows whose classes are all here, the logits made once; db is [1, v]."""
-    nll, dx, dw, db = _fake_step(x, w, b, target, grad, ignore_index, want_x, want_w, want_b)
+    """(nll, dx, dw, db) of rows whose classes are all here, the logits made once; db is [1, v]; dw is added to `total`,
+    of the dtype of sums, if there is one."""
+    nll, dx, dw, db = _fake_step(x, w, b, target, grad, ignore_index, want_x, want_w and total is None, want_b)
     wide, v = nll.dtype, w.shape[0]
     refuse(target, ignore_index, v)
-    sums, bias = torch.zeros_like(dw, dtype=wide), torch.zeros_like(db, dtype=wide)
+    sums, bias = torch.zeros_like(dw, dtype=wide) if total is None else total, torch.zeros_like(db, dtype=wide)
     column, there = held(target, ignore_index, 0, v)
     own = grad.to(wide).masked_fill(there.logical_not(), 0.0)
     for rows, z in _chunks(x, w, b, False):
@@ -136,6 +139,11 @@ def _step(
         del z, dz
     dw = sums if dw.dtype == wide else dw.copy_(sums)
     return nll.masked_fill_(there.logical_not(), 0.0), dx, dw, db.copy_(bias)
+
+
+def _step_added(total, *args, passes: Rows = TORCH) -> tuple[torch.Tensor, ...]:
+    """`_step` with dw added to `total`."""
+    return _step(*args, passes=passes, total=total)
 
 
 def _add_product(sums: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None:
@@ -168,6 +176,11 @@ def _fake_step(x, w, b, target, grad, ignore_index, want_x, want_w, want_b):
     return nll, dx, dw, w.new_empty((1, w.shape[0]) if want_b else 0)
 
 
+def _fake_step_added(total, x, w, b, target, grad, ignore_index, want_x, want_w, want_b):
+    nll, dx, _, db = _fake_step(x, w, b, target, grad, ignore_index, want_x, False, want_b)
+    return nll, dx, total, db
+
+
 def _setup(ctx, inputs, output) -> None:
     x, w, b, target, ctx.ignore_index = inputs
     ctx.save_for_backward(x, w, b, target, output[1])
@@ -198,6 +211,7 @@ for _name, _op, _fake in (
     ("linear_sums", _sums, _fake_sums),
     ("linear_nll_backward", _backward, _fake_backward),
     ("linear_nll_step", _step, _fake_step),
+    ("linear_nll_step_", _step_added, _fake_step_added),
 ):
     lib.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"meshwright::{_name}", _fake, lib=lib)
@@ -206,6 +220,7 @@ for _name, _op in (
     ("linear_sums", _sums),
     ("linear_nll_backward", _backward),
     ("linear_nll_step", _step),
+    ("linear_nll_step_", _step_added),
 ):
     lib.impl(_name, _on_cuda(_op), "CUDA")
 torch.library.register_autograd("meshwright::linear_nll", _autograd, setup_context=_setup, lib=lib)

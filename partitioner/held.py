@@ -168,7 +168,8 @@ class Held:
 
     def _graph(self, act: Act) -> Any:
         """The graph of a micro-batch; those that are the same in plain numbers are one (`runner.py` does so too)."""
-        segment, world, count = self.program.segments[act.segment], self.mesh.world_size, self.program.plan.micro_batches
+        segment, world = self.program.segments[act.segment], self.mesh.world_size
+        count = self.program.plan.micro_batches
         if act.segment not in self._alike:
             self._alike[act.segment] = segment.timed and segment.alike(count, world, self.rank)
         i = act.micro_batch or 0

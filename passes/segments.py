@@ -28,6 +28,7 @@ from ..partitioner.schedules.schedule import Schedule
 from ..partitioner.schedules.send_recv import with_transfers
 from ..partitioner.schedules.validate import validate
 from ..partitioner.stages import needed_on
+from .accumulate import adds_one
 from .aliases import may_alias
 from .draft import Draft
 from .overwrite import own_inputs
@@ -279,7 +280,8 @@ class _Cutter:
 def _collect(node: fx.Node, mine: set[fx.Node]) -> Collect:
     part, step = node.args
     assert isinstance(part, fx.Node)
-    fresh = part.op == "call_function" and not is_getitem(part) and len(part.users) == 1 and not may_alias(part)
+    alone = adds_one(part) if is_getitem(part) else not may_alias(part)
+    fresh = part.op == "call_function" and len(part.users) == 1 and alone
     is_sum = step.kind == "all_reduce" and step.op == "sum"  # type: ignore[union-attr]
     inside = fresh and is_sum and part in mine and not summed_wide(part.meta["val"].dtype)
     return Collect(part.name, node.name, step, fresh, inside)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import meshwright as mw
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.kernels.in_place import ADDING, add_embedding_backward_
+from meshwright.kernels.in_place import ADDING, ADDING_ONE, add_embedding_backward_
 from meshwright.partitioner.errors import LawError
 from meshwright.partitioner.program import Collect
 from meshwright.passes.accumulate import check_added
@@ -37,9 +37,11 @@ def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 IDS = torch.randint(0, 11, (10, 3), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 1}], ids=str)
-def test_weights_are_added_to_as_they_are_made(mesh):
+@pytest.mark.parametrize(("mesh", "chunked"), [({"pp": 2}, False), ({"dp": 1}, True)], ids=str)
+def test_weights_are_added_to_as_they_are_made(mesh, chunked: bool, monkeypatch: pytest.MonkeyPatch):
     """Of 10 rows 4 micro-batches are unequal."""
+    if chunked:
+        monkeypatch.setattr("meshwright.passes.chunk_loss.LEAST_BYTES", 0)
     compiled = mw.compile(Words(), mw.Mesh(**mesh), loss=loss, micro_batches=4)
     assert compiled.verify(IDS, target=IDS).compared > 20
     eager = Words()
@@ -54,6 +56,7 @@ def test_weights_are_added_to_as_they_are_made(mesh):
     assert set(ADDING) <= made
     ran = {n.target for s in segments if s.sums for n in s.graph_at(1, compiled.mesh.world_size, 0).nodes}
     assert set(ADDING.values()) <= ran
+    assert ({add for _, add in ADDING_ONE.values()} <= ran) == chunked
 
 
 @pytest.mark.parametrize("padding", [-1, 3])
