@@ -26,7 +26,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from ..partitioner.sync_rules import Decision, Rules, Sync
@@ -76,9 +75,10 @@ class Part:
 
 
 class Wire:
-    """Messages between the processes of a process group, sent by a thread for each process they go to.
+    """Messages between the processes of a process group of all, sent by a thread for each process they go to.
 
-    (A send that nobody waits for is lost when its handle is freed before it has gone.)
+    (A send that nobody waits for is lost when its handle is freed before it has gone.) The group itself is asked, for
+    the script may have destroyed all groups before its end.
     """
 
     def __init__(self, group: Any, rank: int):
@@ -100,13 +100,15 @@ class Wire:
     def _sends(self, to: int) -> None:
         while (found := self._to[to].get()) is not None:
             try:
-                dist.send(found[0], to, self.group, found[1])
+                self.group.send([found[0]], to, found[1]).wait()
             except RuntimeError:
                 return  # it is gone, as the lookout finds, or the process group is closed
 
     def receive(self, x: torch.Tensor, source: int | None, tag: int) -> int:
         """Receive from a rank, or from any; whose it was."""
-        return dist.recv(x, source, self.group, tag)  # type: ignore[return-value]
+        work = self.group.recv_anysource([x], tag) if source is None else self.group.recv([x], source, tag)
+        work.wait()
+        return work._source_rank()
 
     def end(self, receivers: Sequence[threading.Thread]) -> None:
         """Before the interpreter ends: send what is still to be sent, then end the threads that send and receive.
@@ -120,9 +122,7 @@ class Wire:
         _join(self._threads, FLUSH)
         peer = (self.rank + 1) % self.group.size()
         with contextlib.suppress(RuntimeError):
-            made = dist.irecv(torch.empty(1), peer, self.group, NOTHING)
-            if made is not None:
-                made.wait(timedelta(milliseconds=1))
+            self.group.recv([torch.empty(1)], peer, NOTHING).wait(timedelta(milliseconds=1))
         _join([*self._threads, *receivers], FLUSH)
 
 

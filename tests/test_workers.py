@@ -18,9 +18,9 @@ from meshwright.partitioner.sync_clock import SYNCS, Gradient, updates
 from meshwright.partitioner.sync_rules import RESTARTING, Rules
 from torch import nn
 
-P, K, DELAY = 4, 2, mw.Delay(mean=1.0, shift=0.4)
+P, K, DELAY = 4, 2, mw.Delay(mean=0.3, shift=0.1)
 COUNT = {"ps-sync": 5, "k-sync": 8, "k-batch-sync": 8, "async": 20, "k-async": 8, "k-batch-async": 9}
-"""Updates of each kind: six to twelve seconds of sleep, beside which a busy machine counts for little."""
+"""Updates of each kind: two to four seconds of sleep; `benchmarks/sync_time.py` has times beside theory."""
 
 
 # -- the rules, under a clock
