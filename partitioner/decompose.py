@@ -125,7 +125,7 @@ def _copy(
     while new.name in taken:  # the mean of `var` beside a `var_mean`
         new.name += "_"
     taken[new.name] = new
-    new.meta = dict(outer.meta) | {"val": inner.meta.get("val"), "written": True}
+    new.meta = dict(outer.meta) | {"val": inner.meta.get("val"), "written": outer.name}
     return new
 
 

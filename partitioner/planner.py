@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.fx as fx
 
+from .as_before import Taken, values_as_before
 from .budget import within
 from .collection import no_collection
 from .cost import call_seconds
@@ -39,7 +40,7 @@ from .reasons import Reasons
 from .resting import Rests, small_notes, stage_asked, stage_of
 from .rules.split import Split
 from .saved import saved_values
-from .solve import Solution, solve
+from .solve import Known, Solution, solve
 from .states import Prices
 from .strategies import HEAVY, Choice, marked_atoms, never_empty
 from .tables import Tables
@@ -186,7 +187,7 @@ def _written(draft: Draft, decide: Decide | None = None) -> Draft:
     """The draft, or, where it asks for calls to be written out, one that has been decided with them so."""
     while names := tuple(n.name for n in draft.taken if _needs_decomposing(draft, n)):
         case = draft.case.with_written(names, draft.options.resting)
-        draft = decided(case, draft.mesh, draft.options, decide)
+        draft = decided(case, draft.mesh, draft.options, decide, draft)
     return draft
 
 
@@ -225,14 +226,19 @@ def _needs_decomposing(draft: Draft, node: fx.Node) -> bool:
     return any(isinstance(c, tuple) and c[0] in rule.decompose for c in taken)
 
 
-def decided(case: Case, mesh: Mesh, options: Options, decide: Decide | None = None) -> Draft:
-    """A draft of a program as it stands: calls whose choice asks for simpler ops are not yet written out."""
+def decided(
+    case: Case, mesh: Mesh, options: Options, decide: Decide | None = None, before: Draft | None = None
+) -> Draft:
+    """A draft of a program as it stands: calls whose choice asks for simpler ops are not yet written out.
+
+    `before`: the draft of the program before some calls of it were.
+    """
     draft = Draft(case, mesh, options)
     draft.notes += _batch_notes(case.graph, mesh, options.micro_batches)
     stage = stage_asked(case.graph, mesh, options)
     tables = _tables(draft, decide is not None, stage)
     if decide is None:
-        draft.solution, draft.again = _solution(draft, tables)
+        draft.solution, draft.again = _solution(draft, tables, before)
         values = draft.solution.values
     else:
         values = decide(tables.problem)
@@ -267,10 +273,14 @@ def _tables(draft: Draft, every: bool, stage: int | str) -> Tables:
     return tables
 
 
-def _solution(draft: Draft, tables: Tables) -> tuple[Solution, frozenset[str]]:
+def _solution(draft: Draft, tables: Tables, before: Draft | None) -> tuple[Solution, frozenset[str]]:
     """The best values, within the memory where there is a limit, and what backward makes again."""
     if draft.options.memory is None:
-        return solve(tables.problem, hubs=tables.hubs()), frozenset()
+        known = None
+        if before is not None and before.solution is not None:
+            taken = Taken.of(before.taken, before.params, before.factored)
+            known = Known(values_as_before(tables, taken), before.solution.bound)
+        return solve(tables.problem, hubs=tables.hubs(), known=known), frozenset()
     return within(tables, draft.options.memory, saved_values(draft.graph, draft.factored))
 
 

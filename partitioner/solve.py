@@ -63,11 +63,29 @@ class Solution:
         return (self.cost - self.bound) / self.bound if self.bound > 0 else 0.0
 
 
-def solve(problem: Problem, store: Store | None = None, hubs: Iterable[int] = ()) -> Solution:
-    """The values with the least sum. `hubs`: variables that are likely better set aside than eliminated."""
+@dataclass(frozen=True)
+class Known:
+    """What another problem says of this one: of some variables the values that are worth a look, and a cost that no
+    choice is expected to undercut."""
+
+    values: Mapping[int, np.ndarray]
+    bound: float
+
+
+def solve(
+    problem: Problem, store: Store | None = None, hubs: Iterable[int] = (), known: Known | None = None
+) -> Solution:
+    """The values with the least sum.
+
+    Args:
+        hubs: variables that are likely better set aside than eliminated.
+        known: where elimination of all is too wide, the answer is sought among these values first.
+    """
     store = store or Store()
     if _narrow(problem, ()):
         return _eliminated(problem, store, WIDE)
+    if known is not None and (beside := _beside(problem, store, known)) is not None:
+        return beside
     small, hubs = Presolved(problem, store), set(hubs)
     likely = {n for n, i in enumerate(small.numbers) if i in hubs}
     if _narrow(small.problem, ()):
@@ -83,6 +101,33 @@ def solve(problem: Problem, store: Store | None = None, hubs: Iterable[int] = ()
         best = min(found, whole, key=lambda s: s.cost)
         found = replace(best, bound=min(best.cost, max(found.bound, whole.bound)))
     return found
+
+
+def _beside(problem: Problem, store: Store, known: Known) -> Solution | None:
+    """The least of what is known to be left, if that is as good as is expected."""
+    rows = known.values
+    small = Problem([_part(store, u, (rows.get(i),)) for i, u in enumerate(problem.unary)])
+    small.pairs = {(i, j): _part(store, t, (rows.get(i), rows.get(j))) for (i, j), t in problem.pairs.items()}
+    if _cut(small, (), WIDE, math.inf, first=True)[0]:  # entries do not tell: most parts are equal, and done once
+        return None
+    left, _ = Elimination(small, {}, store, WIDE).run()
+    values = [int(rows[i][x]) if i in rows else x for i, x in enumerate(left)]
+    cost = objective(problem, values)
+    found = Solution(values, cost, min(cost, known.bound))
+    return found if found.gap <= ENOUGH else None
+
+
+def _part(store: Store, table: np.ndarray, rows: tuple[np.ndarray | None, ...]) -> np.ndarray:
+    """These rows along each axis; None are all."""
+    if all(r is None for r in rows):
+        return table
+    key = ("part", id(table), *(None if r is None else r.tobytes() for r in rows))
+    if key not in store.done:
+        part = table
+        for axis, r in enumerate(rows):
+            part = part if r is None else part.take(r, axis=axis)
+        store.done[key] = (part, table)
+    return store.done[key][0]
 
 
 def _with_aside(
@@ -102,7 +147,7 @@ def _eliminated(problem: Problem, store: Store, limit: int = 0) -> Solution:
 
 def _narrow(problem: Problem, aside: Iterable[int]) -> bool:
     """Whether elimination of all but `aside` is worth its time."""
-    cut, entries = _cut(problem, aside, WIDE, math.inf)
+    cut, entries = _cut(problem, aside, WIDE, math.inf, first=True)
     return not cut and entries <= WORTH
 
 
@@ -122,11 +167,13 @@ def _cut(
     limit: int,
     many: float = MANY,
     times: Mapping[int, int] | None = None,
+    first: bool = False,
 ) -> tuple[list[int], int]:
     """Variables to set aside beside `aside`, and the entries of all joint tables of the elimination without them.
 
     Those with more than `many` neighbours; and where elimination, played through without tables, would still pass
     `limit`, the one with most neighbours there. `times`: how often each was set aside before; the rarest are taken.
+    `first`: end with the first of them.
     """
     times, aside = times or {}, set(aside)
     sizes = {i: len(u) for i, u in enumerate(problem.unary) if len(u) > 1 and i not in aside}
@@ -148,6 +195,8 @@ def _cut(
             heapq.heappush(heap, (weight, v))
             v = max(near, key=lambda w: (-times.get(w, 0), len(near[w]), -sizes[w]))
             cut.append(v)
+            if first:
+                break
             touched = _remove(near, v)
         else:
             entries += weight

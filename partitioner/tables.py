@@ -101,7 +101,7 @@ class Tables:
         self._tables: dict[Any, np.ndarray] = {}
         self._copies: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
         self._alive: list[Any] = []
-        self._copy_of: dict[fx.Node, tuple[int, Any, States]] = {}
+        self.copied: dict[fx.Node, tuple[int, Any, States]] = {}
         self._copied_from: list[tuple[int, int]] = []
         self._states: dict[Any, tuple] = {}
 
@@ -167,8 +167,8 @@ class Tables:
 
     def _copied(self, value: fx.Node, given: Given, readers: list[_Reads]) -> Given:
         """A tensor that several groups read is resharded once for all: a variable of its own, its state as seen."""
-        if value in self._copy_of:
-            return self._copy_of[value]
+        if value in self.copied:
+            return self.copied[value]
         if value in self._param and not self.shares:
             return given
         g, known, have = given
@@ -188,8 +188,8 @@ class Tables:
         self.problem.pair(g, c, table)
         if both and not twice:
             self._kept.append((value, g, c, have, [made]))
-        self._copy_of[value] = (c, ("copy", id(made)), made)
-        return self._copy_of[value]
+        self.copied[value] = (c, ("copy", id(made)), made)
+        return self.copied[value]
 
     @property
     def shares_parameters(self) -> bool:
@@ -307,7 +307,7 @@ class Tables:
             given = self._giver(value) if value is not None and is_tensor(value) else None
             if given is None or value is None:
                 continue
-            g, _, have = given = self._copy_of.get(value, given)
+            g, _, have = given = self.copied.get(value, given)
             if role.kind == "grad":
                 p = self._param[params[role.name]]
                 resting = self.variables[p].resting

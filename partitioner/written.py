@@ -4,8 +4,8 @@
                  their operands given and their outputs needed as x has them
 
 A softmax over a split vocabulary is read and written several times where the op itself reads and writes once, and
-reduces twice. A small planner's problem (`tables.py`), one more variable standing for x at its ends. On each axis the
-simpler calls may split what the ends split there, run on partial sums, or run whole.
+reduces twice. A small planner's problem (`tables.py`), one more variable standing for x at its ends; `ways.py` says
+what the simpler calls may do under each x, and finds the least of all x at once.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ import numpy as np
 import torch.fx as fx
 
 from .decompose import written_out
-from .elimination import Problem, objective
 from .factors import Factored, factor_graph
 from .graph import Graph, Role, is_tensor
 from .groups import single
 from .layout import Factor, Layout
-from .solve import solve
+from .rules.split import Shape
 from .states import States
 from .strategies import Choice, Marked
+from .ways import Ends, Values, least
 
 if TYPE_CHECKING:
     from .joint import Builder, Joint, Member
-    from .tables import Tables, Variable
 
 
 def asks(member: Member, choice: Choice) -> bool:
     """Whether a choice of a call is one that it must be written out for."""
     return isinstance(choice, tuple) and choice[0] in member.shape.rule.decompose
+
+
+def exact(shape: Shape, choice: Choice) -> bool:
+    """Whether what a call is written out in does on an axis as the call does (`ways.py`)."""
+    return choice is None or (isinstance(choice, tuple) and choice[0] not in shape.rule.decompose)
 
 
 class Written:
@@ -76,11 +80,11 @@ class Written:
         graph, operands = _graph_of(m, outer.weights.get(m.node, ()), outer.traced)
         held = {p: outer.factored.whole(o) for p, o in zip(graph.placeholders, operands, strict=True)}
         factored = factor_graph(graph, held=held)
-        ends = alone(m, ways)
-        given = {p: ends.needs(0, k) for k, p in enumerate(graph.placeholders)}
+        around = alone(m, ways)
+        given = {p: around.needs(0, k) for k, p in enumerate(graph.placeholders)}
         given = {p: _finer(s, held[p], factored.whole(p)) for p, s in given.items()}
         outs = {i: v for i, v in enumerate(graph.output_values) if v is not None}
-        wanted = {v: _finer(ends.gives(0, i), _outer_layout(m, i), factored.whole(v)) for i, v in outs.items()}
+        wanted = {v: _finer(around.gives(0, i), _outer_layout(m, i), factored.whole(v)) for i, v in outs.items()}
         inner = Builder(graph, factored, outer.prices, self._marked(graph, operands, factored), {}, {}, grouped=False)
         tables = Tables(graph, factored, outer.prices, again=False)
         for group in single(graph.calls()):
@@ -90,8 +94,10 @@ class Written:
             if node.op == "get_attr" and is_tensor(node):
                 tables.add_input(node)
         tables.connect()
-        splits = _atoms_split(given, factored) | _atoms_split(wanted, factored)
-        return np.array([_least(tables, at, way, splits, factored) for way in range(len(ways))])
+        ends = _ends(m, ways, given | wanted, factored)
+        values = [Values(v, factored) for v in tables.variables]
+        rows = [[v.fitting(e) for v in values] for e in ends]
+        return least(tables.problem, at, rows)
 
     def _marked(self, graph: Graph, operands: list[fx.Node], factored: Factored) -> Marked:
         """The parts that atoms have to play in the program, for the atoms of a call written out."""
@@ -136,6 +142,22 @@ def _graph_of(m: Member, weights: tuple[int, ...], traced: dict[Any, fx.Graph]) 
     return Graph(simpler, inputs, tuple(Role("output", i) for i in range(len(values))), {}), operands
 
 
+def _ends(
+    m: Member, ways: list[tuple[Choice, ...]], states: Mapping[fx.Node, States], factored: Factored
+) -> list[Ends]:
+    """Per way what its ends split."""
+    split: list[list[set[int]]] = [[set() for _ in way] for way in ways]
+    for value, some in states.items():
+        atoms = [a for d in factored.dims[value] for a in d]
+        for axes, place in zip(split, some.place, strict=True):
+            for found, code in zip(axes, some.unique[place], strict=True):
+                found |= {atoms[code - 1]} if code > 0 else set()
+    return [
+        Ends(tuple(map(frozenset, axes)), tuple(exact(m.shape, c) for c in way))
+        for axes, way in zip(split, ways, strict=True)
+    ]
+
+
 def _outer_layout(m: Member, output: int) -> Layout:
     dims = m.shape.outputs[output]
     assert dims is not None
@@ -159,42 +181,3 @@ def _finer(states: States, outer: Layout, inner: Layout) -> States:
         at += len(left)
     unique = [tuple(code.get(c, c) if c > 0 else c for c in state) for state in states.unique]
     return States(unique, states.place)
-
-
-_Splits = set[tuple[int, int, int]]
-
-
-def _atoms_split(states: Mapping[fx.Node, States], factored: Factored) -> _Splits:
-    """(way, axis, atom) of what the ends split."""
-    found: _Splits = set()
-    for value, some in states.items():
-        atoms = [a for d in factored.dims[value] for a in d]
-        for way, place in enumerate(some.place):
-            found |= {(way, axis, atoms[c - 1]) for axis, c in enumerate(some.unique[place]) if c > 0}
-    return found
-
-
-def _least(tables: Tables, at: int, way: int, splits: _Splits, factored: Factored) -> float:
-    """The least sum where the ends lie one way."""
-    rows = [_fitting(v, way, splits, factored) for v in tables.variables]
-    rows[at] = np.array([way])
-    small = Problem([u[r] for u, r in zip(tables.problem.unary, rows, strict=True)])
-    small.pairs = {(i, j): t[np.ix_(rows[i], rows[j])] for (i, j), t in tables.problem.pairs.items()}
-    return objective(small, solve(small).values)
-
-
-def _fitting(variable: Variable, way: int, splits: _Splits, factored: Factored) -> np.ndarray:
-    """The values that split on each axis what the ends split there, if anything; all where there are none."""
-    made = variable.joint
-    if made is not None:
-        named = {m.atom[leaf]: a for m in variable.members for leaf, a in factored.atoms[m.node].items()}
-        kept = np.ones(len(made.joint), dtype=bool)
-        for axis, values in enumerate(made.values):
-            fits = [not isinstance(v, tuple) or (way, axis, named[v[1]]) in splits for v in values]
-            kept &= np.array(fits)[made.joint[:, axis]]
-    else:
-        assert variable.states is not None
-        atoms = [a for d in variable.dims for a in d]
-        every = variable.states.unique
-        kept = np.array([all(c <= 0 or (way, i, atoms[c - 1]) in splits for i, c in enumerate(s)) for s in every])
-    return np.flatnonzero(kept) if kept.any() else np.arange(len(kept))
