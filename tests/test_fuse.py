@@ -63,6 +63,10 @@ SLOW = pytest.mark.slow
         pytest.param("llama", {"dp": 2, "tp": 2}, marks=SLOW),
         pytest.param("gemma", {"tp": 2}, marks=SLOW),
         pytest.param("t5", {"dp": 2}, marks=SLOW),
+        pytest.param("qwen3", {"dp": 2, "pp": 2}, marks=SLOW),
+        pytest.param("gpt2", {"dp": 2, "tp": 2}, marks=SLOW),
+        pytest.param("bert", {"tp": 2}, marks=SLOW),
+        pytest.param("vit", {"dp": 2}, marks=SLOW),
     ],
     ids=str,
 )
