@@ -57,10 +57,10 @@ nothing deadlocks, even if every transfer blocks both of its ranks. A deadlock i
 
     rank 0 at 0SEND_F1>1 waits for 1RECV_F1<0 of rank 1; rank 1 at 1SEND_B0>0 waits for 0RECV_B0<1 of rank 0
 
-`tests/test_schedule_laws.py` corrupts schedules in 31 ways, `tests/test_act_laws.py` what lowered programs do in 14, and a
-circle of waits: all are refused, with the action, the missing partner or the circle named. A deadlock forced at run time is
-named in process by what every rank waits for (`tests/test_comm.py`); over gloo the rank that waits for what nobody sends
-ends within its time limit, with its own number and what it waits for (`tests/test_distributed.py`).
+`tests/test_schedule_laws.py` corrupts schedules in 31 ways, `tests/test_act_laws.py` what lowered programs do in 14,
+and a circle of waits: all are refused, with the action, the missing partner or the circle named. A deadlock forced at
+run time is named in process by what every rank waits for (`tests/test_comm.py`); over gloo the rank that waits for what
+nobody sends ends within its time limit, with its own number and what it waits for (`tests/test_distributed.py`).
 
 A transfer runs from when both ranks have come to it. `with_transfers` puts a receive after the computation under which
 the value is sent; where transfers block no rank, `post_ahead` puts it before, so that they run side by side: simulated,
