@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .collective_cost import KINDS
+from .collective_cost import KINDS, MESSAGES
 from .errors import CalibrationError
 from .fields import Fields
 from .hardware import DEVICES, LINKS, Device, Line, Link
@@ -136,7 +136,7 @@ def _measured(axis: str, fields: Fields) -> MeasuredLink:
     name = fields.text("link", LINKS)
     ranks, latency, bandwidth = fields.whole("ranks"), fields.number("latency"), fields.number("bandwidth")
     kinds = fields.inner("collectives")
-    own = tuple((kind, tuple(_line(f) for f in kinds.items(kind))) for kind in kinds.names(KINDS))
+    own = tuple((kind, tuple(_line(f) for f in kinds.items(kind))) for kind in kinds.names(KINDS | MESSAGES))
     fields.done()
     return MeasuredLink(axis, ranks, Link(name, bandwidth, latency, LINKS[name].lines, None, own))
 
@@ -156,7 +156,9 @@ def _link_dict(m: MeasuredLink) -> dict[str, Any]:
 
 
 def _row(kind: str, lines: tuple[Line, ...], ranks: int) -> str:
-    steps = 1 if kind in ("permute", "halo") else (ranks - 1).bit_length() * (2 if kind == "all_reduce" else 1)
+    steps = (ranks - 1).bit_length() * (2 if kind == "all_reduce" else 1)
+    if kind in {"permute", "halo"} | MESSAGES:
+        steps = 1
     start = min(line.base + line.hop * steps for line in lines)
     small, large = _rate(lines[0].bandwidth, "B/s"), _rate(lines[-1].bandwidth, "B/s")
     return f"  {kind:<16}{start * 1e6:>9.1f} us{small:>14}{large:>14}"

@@ -35,7 +35,9 @@ Levels = tuple[tuple[int, Link], ...]
 """(ranks, link) of each level of a group."""
 
 KINDS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "halo"})
-_HANDED = frozenset({"permute", "halo"})
+MESSAGES = frozenset({"message", "messages"})
+"""What hand-written collectives are priced by: one message alone, and one of each rank to the next at once."""
+_HANDED = frozenset({"permute", "halo"}) | MESSAGES
 _IN_SWITCH = frozenset({"all_gather", "all_reduce", "reduce_scatter"})
 Straight = tuple[tuple[float, float], ...]
 """Lines (seconds at 0 bytes, seconds a byte), of which the cheapest counts."""

@@ -3,7 +3,13 @@
     seconds = sum over rounds of  latency + max over members of max(bytes out, bytes in) / bandwidth
 
 Of a round the slowest link that it uses counts, with the `latency` and `bandwidth` of `hardware.Link`. A wire carries
-both directions at once; that ranks of one machine may copy with the same few cores is not in it.
+both directions at once. Where `mw.calibrate` measured messages, ranks of one machine may send and copy with the same
+few cores, and a message is work, not delay:
+
+    seconds = sum over rounds of  max(over members: the sum of alone(bytes) of its messages out, or in,
+                                      the sum of at_once(bytes) of all messages / members)
+
+`alone`: one message, while nobody else sends; `at_once`: one of each rank to the next.
 """
 
 from __future__ import annotations
@@ -25,8 +31,28 @@ def hand_seconds(program: HandProgram, levels: Levels, nbytes: float) -> float:
         levels: (ranks, link) of each axis of the group, in the order in which its members are numbered.
         nbytes: of the whole buffer: what is reduced, or what a gather ends with.
     """
+    if all(link.has_messages for _, link in levels):
+        return _measured(program, levels, nbytes)
     fixed, rate = _line(program, levels)
     return fixed + rate * nbytes
+
+
+def _measured(program: HandProgram, levels: Levels, nbytes: float) -> float:
+    total = 0.0
+    for messages in program.rounds:
+        out, into, every = [0.0] * program.members, [0.0] * program.members, 0.0
+        for m in messages:
+            link, share = levels[_level(m.source, m.to, levels)][1], nbytes * len(m.chunks) / program.chunks
+            alone = _seconds(link, "message", share)
+            out[m.source] += alone
+            into[m.to] += alone
+            every += _seconds(link, "messages", share)
+        total += max(*out, *into, every / program.members)
+    return total
+
+
+def _seconds(link: Link, kind: str, nbytes: float) -> float:
+    return min(line.base + line.hop + nbytes / line.bandwidth for line in link.lines_of(kind))
 
 
 @lru_cache(maxsize=1024)

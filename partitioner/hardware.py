@@ -60,6 +60,11 @@ class Link:
         """The lines of a kind of collective, without the switch's."""
         return dict(self.own).get(kind) or self.lines or (Line(0.0, self.latency, self.bandwidth),)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether single messages were measured, by which hand-written collectives are priced."""
+        return {"message", "messages"} <= dict(self.own).keys()
+
     def switch_of(self, kind: str) -> Line | None:
         """The line of the switch for a kind of collective: measured kinds have it among their own lines."""
         return None if kind in dict(self.own) else self.switch

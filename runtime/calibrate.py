@@ -25,7 +25,7 @@ from .comm import Comm
 from .curve_fit import fit_lines
 from .launch import check_world, comm_for, device_here, mesh_here
 from .measure_device import DeviceRates, measure_device
-from .measure_links import KINDS, Case, measure_axis
+from .measure_links import Case, measure_axis
 
 
 def calibrate(mesh: Any, path: str | os.PathLike[str] | None = None) -> Calibration:
@@ -87,7 +87,7 @@ def _device(preset: Device, rates: DeviceRates) -> Device:
 def _link(preset: Link, ranks: int, sweeps: dict[str, list[tuple[float, float]]]) -> Link:
     step = min(seconds for _, seconds in sweeps["permute"])
     own = {}
-    for kind in KINDS:
+    for kind in sweeps:
         sent, seconds = zip(*sweeps[kind], strict=True)
         own[kind] = fit_lines(kind, ranks, sent, seconds, step)
     own["halo"] = own["permute"]
@@ -98,7 +98,7 @@ def _link(preset: Link, ranks: int, sweeps: dict[str, list[tuple[float, float]]]
 def _agreed(cases: list[Case], device: torch.device) -> dict[str, list[tuple[float, float]]]:
     """{kind: [(bytes sent, seconds of the fastest batch, each as long as its slowest rank)]}."""
     slowest = iter(_over_ranks([seconds for case in cases for seconds in case.seconds], device))
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[tuple[float, float]]] = {case.kind: [] for case in cases}
     for case in cases:
         found[case.kind].append((case.sent, min(itertools.islice(slowest, len(case.seconds)))))
     return found

@@ -9,16 +9,19 @@ and seems fast. In one process the ranks take turns, so the seconds of one are t
 from __future__ import annotations
 
 import time
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..partitioner.mesh import Mesh
 from ..partitioner.transfer import Transfer
-from .comm import Comm, Program, Start, Wait
+from .comm import Comm, Expect, Post, Program, Start, Wait
 from .measure_device import finish
 
 KINDS = ("permute", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+HAND = ("message", "messages")
 _POINTS, _BATCHES = 8, 16
 _LARGEST = {"cpu": 2**23, "cuda": 2**28}
 _SMALLEST, _REPEATS, _REPEATED = 2**12, 4, 2**21
@@ -41,7 +44,7 @@ def measure_axis(comm: Comm, mesh: Mesh, axis: str, device: torch.device) -> lis
     k = mesh.sizes[axis]
     sizes = [round(_SMALLEST * (_LARGEST[device.type] / _SMALLEST) ** (i / (_POINTS - 1))) for i in range(_POINTS)]
     wholes = [-(-size // (4 * k)) * 4 * k for size in sizes]  # float32 elements that divide among the ranks
-    cases = [Case(kind, n, ring_bytes(kind, n, k)) for kind in KINDS for n in wholes]
+    cases = [Case(kind, n, ring_bytes(kind, n, k)) for kind in kinds_on(device) for n in wholes]
     comm.run([_program(mesh, axis, rank, cases, device) for rank in comm.ranks])
     if len(comm.ranks) > 1:
         for case in cases:
@@ -49,17 +52,24 @@ def measure_axis(comm: Comm, mesh: Mesh, axis: str, device: torch.device) -> lis
     return cases
 
 
+def kinds_on(device: torch.device) -> tuple[str, ...]:
+    """What is measured: messages too, where collectives may be written by hand."""
+    return KINDS if device.type == "cuda" else (*KINDS, *HAND)
+
+
 def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
     """Bytes that one rank sends for a whole tensor of `nbytes`."""
-    if kind == "permute":
+    if kind in ("permute", *HAND):
         return float(nbytes)
     return nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 
 def _program(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.device) -> Program:
-    index = mesh.coord(rank)[axis]
+    index, group = mesh.coord(rank)[axis], mesh.group((axis,), rank)
     for case in cases:
-        transfer, elements = transfer_for(case.kind, axis, index, mesh.sizes[axis], case.nbytes // 4)
+        transfer, elements = None, case.nbytes // 4
+        if case.kind not in HAND:
+            transfer, elements = transfer_for(case.kind, axis, index, mesh.sizes[axis], case.nbytes // 4)
         x = torch.zeros(elements, device=device)
         repeats = max(1, min(_REPEATS, _REPEATED // case.nbytes))
         for batch in range(_BATCHES + 1):
@@ -67,12 +77,26 @@ def _program(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.
             finish(device)
             start = time.perf_counter()
             for _ in range(count):
-                handle = yield Start((transfer,), (x,))
-                yield Wait(handle)
+                if transfer is not None:
+                    yield Wait((yield Start((transfer,), (x,))))
+                else:
+                    yield from _messages(group, index, x, case.kind == "message")
             finish(device)
             taken = (time.perf_counter() - start) / count
             if batch:
                 case.seconds[batch - 1] = max(taken, case.seconds[batch - 1])
+
+
+def _messages(group: Sequence[int], index: int, x: torch.Tensor, alone: bool) -> Generator[Any, Any, None]:
+    """One from the first member to the second, or of each to the next at once, as hand-written collectives send."""
+    k, coming, going = len(group), None, None
+    if index == 1 or not alone:
+        coming = yield Expect(group[index - 1], ((tuple(x.shape), x.dtype),), "calibrating")
+    if index == 0 or not alone:
+        going = yield Post(group[(index + 1) % k], (x,), "calibrating")
+    for handle in (coming, going):
+        if handle is not None:
+            yield Wait(handle)
 
 
 def transfer_for(kind: str, axis: str, index: int, k: int, n: int) -> tuple[Transfer, int]:

@@ -17,7 +17,7 @@ from meshwright.runtime import calibrate as module
 from meshwright.runtime.calibrate import calibrate
 from meshwright.runtime.curve_fit import fit_curve, fit_lines
 from meshwright.runtime.measure_device import DeviceRates
-from meshwright.runtime.measure_links import KINDS
+from meshwright.runtime.measure_links import HAND, KINDS
 
 SIZES = np.geomspace(4096, 2**28, 9)
 LINES = (Line(1e-5, 2e-6, 1e9, tree=True), Line(8e-5, 2e-6, 9e9, tree=True))
@@ -168,7 +168,7 @@ RATES = DeviceRates((("float32", 5e10), ("float64", 2e10), ("bfloat16", 1e9)), 7
 def test_in_one_process(tmp_path: Path):
     found = mw.calibrate(mw.Mesh(dp=2, tp=2, one=1, device="cpu"), tmp_path / "c.json")
     assert [(m.axis, m.ranks) for m in found.links] == [("dp", 2), ("tp", 2)]
-    assert {kind for kind, _ in found.links[0].link.own} == {*KINDS, "halo"}
+    assert {kind for kind, _ in found.links[0].link.own} == {*KINDS, *HAND, "halo"}
     assert found.device.matmul_flops == 5e10 and found.device.peak("float64") == 2e10
     assert Calibration.load(tmp_path / "c.json") == found
 

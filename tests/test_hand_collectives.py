@@ -9,6 +9,7 @@ import pytest
 import torch
 from meshwright.partitioner.collective_programs import ALGORITHMS, KINDS, HandProgram, check, even, hand_program
 from meshwright.partitioner.hand_cost import cheapest, fastest_first, hand_seconds
+from meshwright.partitioner.hardware import LINKS, Line
 from meshwright.partitioner.mesh import Mesh
 from meshwright.partitioner.transfer import Transfer
 from meshwright.runtime.comm import Start, Wait
@@ -232,3 +233,14 @@ def test_prices():
     tall = hand_seconds(hand_program("hierarchical", "all_reduce", (4, 8), (1, 0)), same, 1 << 40)
     flat = hand_seconds(hand_program("ring", "all_reduce", (32,)), same, 1 << 40)
     assert tall == pytest.approx(flat, rel=1e-3), "hierarchical gains bytes only where links differ"
+
+
+def test_prices_by_measured_messages():
+    """On cores that all ranks share, what counts is all that is sent; a rank alone has a core of its own at most."""
+    own = (("message", (Line(1e-3, 0.0, 1e9),)), ("messages", (Line(2e-3, 0.0, 5e8),)))
+    one = ((4, dataclasses.replace(LINKS["loopback"], own=own)),)
+    prices = {n: hand_seconds(hand_program(n, "all_reduce", (4,)), one, 0) for n in ("tree", "halving", "ring")}
+    assert prices == pytest.approx({"tree": 6e-3, "halving": 8e-3, "ring": 12e-3})  # 1 + 2 + 2 + 1; 4 and 6 rounds of 2
+    large = {n: hand_seconds(hand_program(n, "all_reduce", (4,)), one, 1e9) for n in ("tree", "server", "ring")}
+    assert large["ring"] == pytest.approx(12e-3 + 3.0) and large["tree"] == pytest.approx(6e-3 + 6.0)
+    assert large["server"] == pytest.approx(large["tree"])
