@@ -135,9 +135,7 @@ class PeakFit:
         level = 0
         for _ in range(TRIES):
             if isinstance(made, TooLittle):
-                under, level = level, self._level(made.least)
-                if level <= over:
-                    break  # the least sum is known, and its peak too much
+                under, level = level, self._level(made.least)  # if that is too much too, what lies between is halved
             elif made.most.peak > memory:
                 over, guesses = level, guesses + 1
                 step = math.ceil(A_HALF * math.log2(made.most.peak / memory))

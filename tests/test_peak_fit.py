@@ -29,7 +29,7 @@ from small import adamw, mesh
 from zoo import ZOO
 
 TOKENS, TARGETS = (torch.arange(32 * 8).reshape(32, 8) % n for n in (13, 11))
-SHARES = (1.0, 0.88, 0.7)
+SHARES = (1.0, 0.75)
 SLOW = [("gpt", {"tp": 2}), ("llama", {"dp": 2})]
 CELLS = [("gpt", {"dp": 2}), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW)]
 
@@ -85,6 +85,8 @@ def test_plans_fit_and_take_longer_as_the_memory_falls(name: str, axes: dict[str
     assert took == sorted(took)
     runs = {id(p.plan): (p, memory) for memory, p in found.items()}
     assert all(held(name, program) <= memory for program, memory in list(runs.values())[-2:])
+    if (name, axes) in SLOW:
+        return
     says = r"least peak found is \d+ bytes, \d+ too many, on rank \d+ at .*There stand .*What would take less"
     with pytest.raises(TooLittle, match=says):
         fit.within(free * 0.2)
