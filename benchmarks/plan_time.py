@@ -93,7 +93,19 @@ def distinct() -> tuple[Any, dict]:
     return causal(model)
 
 
-MODELS = {"t5": t5, "mixtral": mixtral, "resnet": resnet, "distinct": distinct}
+def unet() -> tuple[Any, dict]:
+    import torch
+    from unet import UNet
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        model, image = UNet(), torch.empty(512, 4, 64, 64)
+        batch = {"image": image, "time": torch.empty(512, 320), "text": torch.empty(512, 77, 768), "noise": image}
+    torch.set_default_dtype(torch.float32)
+    return model, batch | {"noise": torch.empty_like(image)}
+
+
+MODELS = {"t5": t5, "mixtral": mixtral, "resnet": resnet, "distinct": distinct, "unet": unet}
 
 
 def measure(model: str, layers: int, mesh: str) -> dict[str, Any]:
@@ -109,7 +121,7 @@ def measure(model: str, layers: int, mesh: str) -> dict[str, Any]:
     links = MESHES[mesh][1]
     clock, row = time.process_time, {}
     start = clock()
-    graph = capture(module, (), batch, loss=lambda out, target: out.loss)
+    graph = capture(module, (), batch, loss=lambda out, target: getattr(out, "loss", out))
     row["capture"], row["calls"] = clock() - start, sum(1 for _ in graph.calls())
     report, real = [0.0], facts.with_facts
 

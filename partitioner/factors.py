@@ -115,6 +115,7 @@ def factor_graph(
     for node, layout in cut.items():
         for atoms, dim in zip(out.dims[node], layout.dims, strict=True):
             out.sizes.divide(atoms, [f.size for f in dim])
+    _cut_gradients(graph, out)
     final = _Final(out.sizes)
     for node, dims in out.dims.items():
         out.dims[node] = [final.leaves(d) for d in dims]
@@ -122,6 +123,17 @@ def factor_graph(
         out.shapes[node], out.atoms[node] = _settled(one, out, final)
     out.sizes.settle()
     return out
+
+
+def _cut_gradients(graph: Graph, out: Factored) -> None:
+    """A gradient rests as its parameter does: where one is cut more finely, the other is cut so too."""
+    inputs = zip(graph.placeholders, graph.inputs, strict=True)
+    params = {r.name: n for n, r in inputs if r.kind == "param"}
+    for value, role in zip(graph.output_values, graph.outputs, strict=True):
+        if role.kind == "grad" and value in out.dims and value is not None:
+            for own, theirs in zip(out.dims[value], out.dims[params[role.name]], strict=True):
+                if len(out.sizes.leaves(own)) != len(out.sizes.leaves(theirs)):
+                    out.sizes.unite(own, theirs)
 
 
 def extended(old: Factored, graph: Graph) -> Factored | None:
