@@ -29,7 +29,7 @@ def embedding_rows_backward(
     grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, scale_grad_by_freq: bool, start: int
 ) -> torch.Tensor:
     """The gradient of the rows held: Σ over the ids equal to a row (over their count, if scaled); none for padding."""
-    flat, rows = ids.reshape(-1), grad.reshape(ids.numel(), -1)
+    flat, rows = ids.reshape(-1), grad.reshape(ids.numel(), grad.shape[-1])
     there = (flat >= start) & (flat < start + num_rows) & (flat != padding_idx)
     local = torch.where(there, flat - start, num_rows)  # one row more takes what is not held
     if scale_grad_by_freq:

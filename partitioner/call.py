@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from .graph import Role
 from .outputs import TENSOR, Traced, as_trees, unaliased
 from .precision import Precision, call, lowered
+from .with_tensors import call_with
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Call:
         program: Any = self.program
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return torch.func.functional_call(program, tied, args, kwargs, tie_weights=True)
+            return call_with(program, tied, args, kwargs)
 
         out = call(self.precision, run, args, kwargs, target, self.loss)
         leaves, self.traced.spec = pytree.tree_flatten(as_trees(out))

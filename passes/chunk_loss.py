@@ -4,9 +4,9 @@ Before:  z = mm(x, t(w)); nll = nll(z, target); ...; dz = nll_backward(g, z, ...
 After:   nll, dx, dw, _ = linear_nll_step(x, w, None, target, g, ...)         a chunk of z exists at a time
 
 Backward may begin with a loss whose gradient g does not depend on its value, so the loss is made with its gradients: it
-and all that is made of it move behind the call, into backward. This is done in a whole step where all classes are on
-one rank (over a split vocabulary the loss is other calls) and one stage, nobody else reads the logits, and they are
-large. Whether a rank does so depends on shapes that all ranks have alike.
+and all that is made of it move behind the call, on a stage into its backward. This is done in a whole step where all
+classes are on one rank (over a split vocabulary the loss is other calls) and one stage, nobody else reads the logits,
+and they are large. Whether a rank does so depends on shapes that all ranks have alike.
 
 The logits that backward reads may be those of forward made again; the products that give them are compared by what
 they are made of.
@@ -98,8 +98,8 @@ class _Finder:
         inner |= {n for chain in chains for n in chain[0]}  # type: ignore[index]
         if not _only_read_in(inner - set(values), inner | ends) or any(_depends(g, n) for n in losses):
             return None
-        stages = self.draft.plan.stages
-        if stages is not None and len({stages.of[n.name] for n in inner | ends if n.name in stages.of}) > 1:
+        later = _made_of(values[0])
+        if not self._one_stage(inner | ends | set(later)) or not self._kept(later):
             return None
         dx, dw = results["dx"], results["dw"]
         x = product.args[-2] if dw is None else dw.args[1]
@@ -152,6 +152,17 @@ class _Finder:
             return "db" if [*map(_plain, user.args[1:])] == [[0], True] else None
         return None
 
+    def _one_stage(self, nodes: set[fx.Node]) -> bool:
+        stages = self.draft.plan.stages
+        return stages is None or len({stages.of[n.name] for n in nodes if n.name in stages.of}) < 2
+
+    def _kept(self, nodes: list[fx.Node]) -> bool:
+        """Whether backward of a stage may read what these read of forward."""
+        plan = self.draft.plan
+        read = {x for n in nodes for x in n.all_input_nodes if not x.meta.get("backward")} - set(nodes)
+        again = any(_resharded(x).name in plan.again for x in read if x.target is primitive)
+        return plan.stages is None or not (again or any(x.name in plan.recompute for x in read))
+
     def _large(self, z: fx.Node) -> bool:
         wide = dtype_of_sums(z.meta["val"].dtype).itemsize
         return largest_local(self.draft.layouts[z], self.draft.mesh) * wide >= LEAST_BYTES
@@ -173,6 +184,12 @@ class _Finder:
             alike = len(a.args) == len(b.args) and self.draft.layouts.get(a) == self.draft.layouts.get(b)
             self._same[a, b] = alike and all(self.same(p, q, depth + 1) for p, q in pairs)
         return self._same[a, b]
+
+
+def _resharded(node: fx.Node) -> fx.Node:
+    while node.target is primitive:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _plain(x: Any) -> Any:
@@ -221,11 +238,11 @@ def _rewrite(draft: Draft, found: Match) -> None:
         call = graph.call_function(mw.linear_nll_step.default, given)
     fakes = mw.linear_nll_step.default(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in given))
     call.meta = dict(old.meta, val=fakes)
-    later = _made_of(found.nll, old)
+    later = _made_of(found.nll)
     for i, result in enumerate((found.nll, found.dx, found.dw, found.db)):
         if result is not None:
             _replace(draft, call, i, result, old)
-    _put_behind(later, old)
+    _put_behind(draft, later, old)
     name = old.name
     _erase(draft, found.gone)
     call.name = name
@@ -274,26 +291,27 @@ def _erase(draft: Draft, gone: frozenset[fx.Node]) -> None:
         draft.placement.needs.pop(node, None)
 
 
-def _put_behind(nodes: list[fx.Node], call: fx.Node) -> None:
-    """Right behind the call, or, what waits for other ranks and leaves the program, at its end: nobody waits for it."""
+def _put_behind(draft: Draft, nodes: list[fx.Node], call: fx.Node) -> None:
+    """What is made of the loss, right behind the call; what waits for other ranks, and all that is made of it, at the
+    program's end: nobody else waits for it."""
+    order = {n: i for i, n in enumerate(call.graph.nodes)}
     end, waits = call.graph.output_node(), set[fx.Node]()
     for node in nodes:
-        node.meta["backward"] = True
         late = node.target is primitive or not waits.isdisjoint(node.all_input_nodes)
         waits |= {node} if late else set()
-        (end if late else call).prepend(node)
+        if late or order[node] < order[call]:
+            (end if late else call).prepend(node)
+            node.meta["backward"] = node.meta.get("backward") or draft.plan.stages is not None
 
 
-def _made_of(value: fx.Node, before: fx.Node) -> list[fx.Node]:
-    """What is made of a value ahead of a node, in order."""
+def _made_of(value: fx.Node) -> list[fx.Node]:
+    """All that is made of a value, in order."""
     found = {value}
-    node = value.next
-    while node is not before:
-        if not found.isdisjoint(node.all_input_nodes):
+    for node in value.graph.nodes:
+        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-        node = node.next
     found.discard(value)
-    return [n for n in before.graph.nodes if n in found]
+    return [n for n in value.graph.nodes if n in found]
 
 
 def _replace(draft: Draft, call: fx.Node, index: int, result: fx.Node, before: fx.Node) -> None:

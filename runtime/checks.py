@@ -90,6 +90,12 @@ def check_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], target: An
                 f"{name or type(model).__name__}: BatchNorm with momentum=None weighs a step by how many there were, "
                 f"which no one graph holds: give it a momentum, such as 0.1"
             )
+    for name, p in model.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise PlanError(
+                f"parameter {name} has a gradient hook, which a compiled step does not call: change the gradient in "
+                f"the model (a hook of its module, or x * scale), or after backward(), which leaves it in parameters()"
+            )
 
 
 def _misfit(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> str:

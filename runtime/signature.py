@@ -19,10 +19,15 @@ def signature(model: nn.Module, form: str, call: Any, moving: frozenset[tuple[in
     moving: attributes that do not count, as (place of the module, name).
     """
     leaves, spec = pytree.tree_flatten(call)
-    modes = tuple(m.training for m in model.modules())
+    modes = tuple((m.training, *map(tuple, _hooks(m))) for m in model.modules())
     trained = tuple(p.requires_grad for p in model.parameters())
     held = tuple(item for item in attributes(model).items() if item[0] not in moving)
     return (form, modes, trained, held, _autocast(), str(spec), tuple(map(_key, leaves)))
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Its hooks, by number: another one is another program."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def attributes(model: nn.Module) -> dict[tuple[int, str], Any]:

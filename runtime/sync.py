@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from ..partitioner.errors import MeshwrightError, PlanError
 from ..partitioner.sync_clock import Delay, Gradient, Update, threshold, updates
+from ..partitioner.with_tensors import call_with
 
 Batches = Callable[[int, int], tuple[tuple, Any]]
 """From (worker, number) to that worker's mini-batch: (arguments of the model, target)."""
@@ -138,7 +139,7 @@ class ParameterServer:
         buffers = {n: b.clone() for n, b in self.model.named_buffers()}
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(hash((self.seed, gradient.worker, gradient.draw)) & (2**63 - 1))
-            out = torch.func.functional_call(self.model, {**weights, **buffers}, args, tie_weights=True)
+            out = call_with(self.model, {**weights, **buffers}, args, {})
             loss = self.loss(out, target)
             wanted = [n for n in weights if n not in frozen]
             grads = torch.autograd.grad(loss, [weights[n] for n in wanted], allow_unused=True)

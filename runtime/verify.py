@@ -24,6 +24,7 @@ from ..partitioner.errors import MeshwrightError
 from ..partitioner.layout import Layout
 from ..partitioner.precision import call, lowered
 from ..partitioner.program import Program
+from ..partitioner.with_tensors import call_with
 from .values import Values, mesh_values, put_together, whole_values
 
 TOLERANCE = {
@@ -197,7 +198,7 @@ def _against_eager(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         held = {name: t.clone() for name, t in swap.items()}
-        return torch.func.functional_call(model, held, args, kwargs, tie_weights=True)
+        return call_with(model, held, args, kwargs)
 
     def finish(out: Any, target: Any) -> Any:
         if loss is not None:

@@ -23,6 +23,13 @@ def test_an_embedding_split_over_its_vocabulary(bad: int):
         compiled.step(torch.tensor([0, bad, 3]))
 
 
+def test_no_ids_at_all():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    compiled = mw.compile(model, mw.Mesh(tp=2, device="cpu"), loss=lambda y: y.sum(), pin={"0": "[b, h] +tp"})
+    assert compiled.step(IDS[:0]) == 0
+    assert not compiled.gather("grads")["0.weight"].any()
+
+
 WRITES: dict[str, Callable] = {
     "take": lambda x, ids: masked.take_rows(x, 0, ids, 0, 8),
     "index": lambda x, ids: masked.take_rows(x, 0, ids, 0, 8, -8),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import meshwright as mw
 import pytest
 import torch
 import torch.fx as fx
@@ -346,3 +348,36 @@ def test_which_calls_are_one(one: tuple, other: tuple, same: bool):
     clean(graph)
     a, b = graph.output_node().args[0]  # type: ignore[misc]
     assert (a is b) == same
+
+
+class Twice(nn.Module):
+    """One module under two names, called by both."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+        self.again, self.norm_again = self.head, self.norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm_again(self.again(self.norm(self.head(x)))).square().sum()
+
+
+def test_a_module_under_two_names_keeps_its_tensors():
+    model, x = Twice(), torch.linspace(-1, 1, 16).reshape(4, 4)
+    eager, held = copy.deepcopy(model), [*model.parameters(), *model.buffers()]
+    eager(x).backward()
+    compiled = mw.compile(model, mw.Mesh(dp=2, device="cpu"))
+    compiled.step(x)
+    assert all(a is b for a, b in zip(held, [*model.parameters(), *model.buffers()], strict=True))
+    for name, grad in compiled.gather("grads").items():
+        torch.testing.assert_close(grad, eager.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_that_comes_later_is_another_program():
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    compiled = mw.compile(model, mw.Mesh(dp=2, device="cpu"), loss=lambda y: y.sum())
+    before = compiled.step(x)
+    hook = model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    torch.testing.assert_close(compiled.step(x), 3 * before)
+    hook.remove()
+    torch.testing.assert_close(compiled.step(x), before)

@@ -124,6 +124,53 @@ def test_only_where_the_gradient_is_known_and_nobody_else_reads_the_logits(loss)
     assert made and all(m == (loss is weighed) for m in made)
 
 
+class Loss(nn.Module):
+    """Loss and model in one: what is made of one loss or of two."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.body, self.kind = Head(bias=True), kind
+        self.second = self.body.head if kind == "shared" else nn.Linear(H, V)
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        one = lm_loss(self.body(ids), y)
+        if self.kind == "learned":
+            return one * torch.exp(-self.log_scale) + self.log_scale
+        if self.kind == "penalty":
+            return one + one.detach() * self.body.head.weight.square().mean()
+        if self.kind == "valid":
+            return one * y.numel() / (y != -100).sum()
+        return one + 0.3 * lm_loss(self.second(self.body.embed(ids)), y) + self.log_scale
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full", "micro_batches": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("kind", ["two heads", "shared", "learned", "penalty", "valid"])
+def test_what_is_made_of_losses(kind, options):
+    model = Loss(kind)
+    eager, exact = copy.deepcopy(model), exact_copy(model)
+    wants = {}
+    for m in (eager, exact):
+        wants[m] = {"loss": m(IDS, Y)}
+        wants[m]["loss"].backward()
+        wants[m] |= {n: p.grad for n, p in m.named_parameters()}
+    compiled = mw.compile(model, mw.Mesh(dp=2, device="cpu"), **options)
+    got = {"loss": compiled.step(IDS, Y), **compiled.gather("grads")}
+    assert not all_too_far("value", got, wants[eager], wants[exact])
+    assert any(fused(compiled.trace(IDS, Y)))
+
+
+@pytest.mark.parametrize("kind", ["two heads", "shared", "learned", "penalty"])
+def test_what_is_made_of_losses_on_stages(kind):
+    model = Loss(kind)
+    eager = copy.deepcopy(model)
+    eager(IDS, Y).backward()
+    compiled = mw.compile(model, mw.Mesh(pp=2, device="cpu"), micro_batches=4, schedule="interleaved")
+    compiled.step(IDS, Y)
+    for name, grad in compiled.gather("grads").items():
+        torch.testing.assert_close(grad, eager.get_parameter(name).grad)
+
+
 def test_a_split_vocabulary_keeps_its_logits():
     assert not any(check(Head(), {"tp": 2}, pin={"head.weight": "[o:tp, i]"}))
 
