@@ -373,11 +373,15 @@ def test_a_module_under_two_names_keeps_its_tensors():
         torch.testing.assert_close(grad, eager.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
+def _tripled(module: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:
+    return 3 * out
+
+
 def test_a_hook_that_comes_later_is_another_program():
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
     compiled = mw.compile(model, mw.Mesh(dp=2, device="cpu"), loss=lambda y: y.sum())
     before = compiled.step(x)
-    hook = model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    hook = model[0].register_forward_hook(_tripled)
     torch.testing.assert_close(compiled.step(x), 3 * before)
     hook.remove()
     torch.testing.assert_close(compiled.step(x), before)

@@ -149,7 +149,7 @@ WRONG = [
     Wrong("a mesh axis of size 0", lambda: mw.Mesh(dp=0), "at least 1; Mesh(dp=2, tp=4); got dp=0"),
     Wrong("a mesh without axes", lambda: mw.Mesh(), "needs axes; got no axis"),
     Wrong("a mesh size that is no whole number", lambda: mw.Mesh(dp=2.0), "got dp=2.0"),  # type: ignore[arg-type]
-    Wrong("a gradient hook of a parameter", lambda: step(hooked()), "parameter 0.weight has a gradient hook; backward()"),
+    Wrong("a gradient hook of a parameter", lambda: step(hooked()), "0.weight has a gradient hook; after backward()"),
     Wrong("an unknown device", lambda: mw.Mesh(dp=2, device="h1000"), "no device preset 'h1000'; h100"),
     Wrong("auto_mesh of one device", lambda: mw.auto_mesh(mlp(), 1, args=(X6,)), "at least 2"),
     Wrong(
