@@ -97,8 +97,9 @@ def compile(
             whole batch. "auto": 1 without a pipeline or with inputs="local", else the best of some.
         schedule: of the pipeline: "auto" (the fastest in the simulator that fits `memory`), "gpipe", "1f1b",
             "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of a schedule of your own.
-        offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there; "auto": that
-            where nothing else fits `memory`; or an `Offload` that says how much of it. A saved plan does not say it.
+        offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there, and what
+            blocks save for backward waits there; "auto": the state where nothing else fits `memory`; or an `Offload`
+            that says how much of it. A saved plan does not say it.
         recompute: what backward makes again in the place of keeping it: "none"; "full": of every block all but its
             inputs; "auto": what `memory` needs, nothing without it.
         fuse: which chains of ops become one op (an activation times a gate, dropout with its residual, norms that a
@@ -109,7 +110,8 @@ def compile(
         memory: bytes a device may use.
         pin: {parameter name, call name or glob: layout text}, such as {"*.mlp.up.weight": "[o:tp, i]"}; and
             {module or call: "stage 2"}, the virtual stage of the pipeline that starts with it; and {module or call:
-            "recompute" | "save"}: whether backward makes again what it reads of it, such as {"layers.*": "recompute"}.
+            "recompute" | "save" | "offload"}: whether backward makes again what it reads of it, finds it kept, or gets
+            it back from the host, such as {"layers.*": "recompute"}.
         plan: a saved plan (its text) or a `Plan` to follow instead of planning.
         batch_dims: {argument index or name: dim, or None}; by default dim 0 of the first tensor is the batch, and which
             other tensors carry it follows from the graph.
@@ -190,6 +192,7 @@ def compile(
         resting = request.resting or (chosen and chosen.resting)
         stage = zero if request.zero is None else request.zero
         options = Options(zero=stage, pin=layouts, resting=resting, recompute=recompute, keep=keep)
+        options = replace(options, offload=away.offload_activations == "cpu")
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
             return lowered(request, graph, made)

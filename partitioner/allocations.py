@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import random as draws
 from ..kernels.inside import inside
+from ..kernels.offload import OFFLOAD
 from ..kernels.philox import scratch, whole_pieces
 from .compat import DispatchMode
 
@@ -90,7 +91,8 @@ def _number(n: Any) -> int:
 
 
 class Storages(DispatchMode):
-    """Sees storages come and go. `now`, `peak`: bytes of those that are not among `known`.
+    """Sees storages come and go. `now`, `peak`: bytes of those that are not among `known`. What `offload` makes is on
+    the host, and not among them.
 
     Args:
         cuda: show our own ops as what they run on a GPU.
@@ -116,10 +118,26 @@ class Storages(DispatchMode):
         if self.fake and self._depth and func in _ASKS:
             return True
         out = func(*args, **(kwargs or {}))
+        if func is OFFLOAD:
+            self._see_host(out)
+            return out
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and not x.is_meta:
                 self.see(x)
         return out
+
+    def _see_host(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        self.known.add(storage._cdata)
+        self.to_host(storage._cdata, _bytes(storage))
+        weakref.finalize(storage, self.from_host, storage._cdata)
+
+    def to_host(self, key: int, nbytes: int) -> None:
+        """A storage was made on the host."""
+
+    def from_host(self, key: int) -> None:
+        """It is let go of."""
+        self.known.discard(key)
 
     def see(self, x: torch.Tensor) -> None:
         """A tensor that a call returned."""
@@ -165,6 +183,8 @@ class Calls:
         return found
 
     def _run(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Effect:
+        if target is OFFLOAD:  # to memory that is not the device's
+            return Effect(Output(args[0], -1), (0,), 0)
         if target in draws.DRAWS:
             return self._draw(target, args, kwargs)
         with self.mode or contextlib.nullcontext(), torch.no_grad():

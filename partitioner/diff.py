@@ -100,6 +100,7 @@ def _only(one: Plan, other: Plan, which: str) -> list[str]:
         ("decomposes", one.decomposed, other.decomposed),
         ("makes again in backward", sorted(one.again), other.again),
         ("recomputes in backward", sorted(one.recompute), other.recompute),
+        ("offloads", sorted(one.offload), other.offload),
     ):
         if names := _less(mine, theirs):
             lines.append(f"only the {which} {what} {', '.join(names[:4])}" + (" ..." if len(names) > 4 else ""))

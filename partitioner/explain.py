@@ -21,7 +21,7 @@ from .plan import Plan
 from .reasons import Next, Term
 from .stage_text import stage_of_call
 from .traffic import Moved
-from .twins import is_twin, original
+from .twins import is_away, is_twin, original
 from .units import bytes_text, seconds_text
 
 TERMS = 8
@@ -93,6 +93,11 @@ def _call(plan: Plan, call: str, told: set[tuple[Term, ...]]) -> list[str]:
     lines += stage_of_call(plan, call)
     if call in plan.recompute:
         lines.append("  not kept for backward, which makes it again")
+    if call in plan.offload:
+        lines.append("  on the host from its last use in forward until backward reads it")
+    if is_away(call, plan.offload):
+        lines.append(f"  comes back from the host for backward, as {_named(original(call))} was")
+        return lines
     if is_twin(call):
         lines.append(f"  backward makes again what {_named(original(call))} gave, and as that did")
         return [*lines, *(f"  needs {line}" for line in _needs(plan, call))]

@@ -1,6 +1,7 @@
 """What follows from a plan's decisions and its program, worked out once for reading: costs, traffic, names of dims.
 
-    compute         seconds of every call, of an AdamW step on what rests, and of copies between layouts
+    compute         seconds of every call, of an AdamW step on what rests, and of copies between layouts, and to and
+                    from the host
     communication   seconds of every collective, one after another: nothing hidden behind computation
 
 A plan that was read from its text has none of this until it is planned again on its program.
@@ -24,6 +25,7 @@ from .plan import Plan
 from .resting import rest_size, step_seconds
 from .rules.split import Leaf
 from .traffic import Moved, Traffic, local_seconds, moves_of, totals
+from .twins import is_away
 from .units import bytes_text
 
 
@@ -97,6 +99,11 @@ def _compute(graph: Graph, factored: Factored, placed: Placement, plan: Plan) ->
             operands = [o.meta["val"] for o in tensor_operands(node)]
             known[key] = _seconds(node, factored, split, operands, plan)
         found[node.name] = known[key]
+        if is_away(node.name, plan.offload):
+            layout = placed.layouts[node]
+            often = plan.micro_batches if TIME in layout.split_axes else 1
+            nbytes = often * largest_local(layout, plan.grid) * node.meta["val"].element_size()
+            found[node.name] = 2 * nbytes / plan.mesh.device.host_bandwidth
     return found
 
 

@@ -83,6 +83,7 @@ class Device:
         efficiency: share of a peak that large matrix products reach.
         memory_share: share of `memory_bandwidth` that large copies reach.
         tile: multiples of m, n and k that a matrix product is computed in.
+        host: to the host's memory; None for a CPU.
     """
 
     name: str
@@ -94,6 +95,12 @@ class Device:
     efficiency: float = 0.8
     memory_share: float = 0.9
     tile: tuple[int, int, int] = (64, 64, 16)
+    host: Link | None = None
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes a second to or from the host's memory; a CPU copies within its own."""
+        return self.host.bandwidth if self.host else self.memory_bandwidth * self.memory_share / 2
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -165,12 +172,14 @@ LINKS = {
 }
 
 
-def _gpu(name: str, half: float, tera: tuple[float, float, float], memory: tuple[float, float], link: str) -> Device:
+def _gpu(
+    name: str, half: float, tera: tuple[float, float, float], memory: tuple[float, float], link: str, host: str
+) -> Device:
     """Dense teraflop/s: `half`, and `tera` of tf32, fp32, fp64; `memory`: (TB/s, GB)."""
     tf32, fp32, fp64 = tera
     peaks = {"float64": fp64, "float32": fp32, "tf32": tf32, "complex64": fp32, "complex128": fp64}
     pairs = tuple((dtype, peak * 1e12) for dtype, peak in peaks.items())
-    return Device(name, half * 1e12, memory[0] * 1e12, memory[1] * 1e9, LINKS[link], pairs)
+    return Device(name, half * 1e12, memory[0] * 1e12, memory[1] * 1e9, LINKS[link], pairs, host=LINKS[host])
 
 
 # one core of a server CPU with fp32 matmul and stream copy as measured on one thread
@@ -184,12 +193,12 @@ DEVICES = {
     for device in (
         _CPU,
         # NVIDIA's datasheets, dense. No tensor cores in a P100 (fp16 is its vector rate), no TF32 in a V100
-        _gpu("p100", 21.2, (10.6, 10.6, 5.3), (0.732, 16), "nvlink1"),
-        _gpu("v100", 125, (15.7, 15.7, 7.8), (0.9, 32), "nvlink2"),  # SXM2
-        _gpu("a100", 312, (156, 19.5, 19.5), (2.04, 80), "nvlink3"),  # SXM, 80 GB; fp64 on tensor cores
-        _gpu("h100", 989, (494.5, 67, 67), (3.35, 80), "nvlink4"),  # SXM
-        _gpu("h200", 989, (494.5, 67, 67), (4.8, 141), "nvlink4"),  # SXM
-        _gpu("b200", 2250, (1125, 80, 40), (8.0, 180), "nvlink5"),  # HGX
+        _gpu("p100", 21.2, (10.6, 10.6, 5.3), (0.732, 16), "nvlink1", "pcie3"),
+        _gpu("v100", 125, (15.7, 15.7, 7.8), (0.9, 32), "nvlink2", "pcie3"),  # SXM2
+        _gpu("a100", 312, (156, 19.5, 19.5), (2.04, 80), "nvlink3", "pcie4"),  # SXM, 80 GB; fp64 on tensor cores
+        _gpu("h100", 989, (494.5, 67, 67), (3.35, 80), "nvlink4", "pcie5"),  # SXM
+        _gpu("h200", 989, (494.5, 67, 67), (4.8, 141), "nvlink4", "pcie5"),  # SXM
+        _gpu("b200", 2250, (1125, 80, 40), (8.0, 180), "nvlink5", "pcie5"),  # HGX
     )
 }
 

@@ -3,6 +3,7 @@
     full          in every block (`blocks.py`) what only the block itself reads: its inputs are kept, as are all values
                   made outside of blocks
     "recompute"   the same of the modules that the pin names, each as one block; or calls by name
+    "offload"     values of the modules or calls that the pin names are on the host until backward reads them
     "save"        values of the modules or calls that the pin names are kept, whatever else says
 
 Never made again: what may have effects beside its values (ops of others, ops that write), sizes, what is read by other
@@ -22,9 +23,9 @@ from .blocks import blocks, regions
 from .errors import PlanError
 from .factors import Factored
 from .graph import Graph, is_getitem, is_tensor
-from .saved import base
+from .saved import base, saved_values
 
-WORDS = ("recompute", "save")
+WORDS = ("recompute", "save", "offload")
 """The texts of pins that say what happens to the values that backward reads."""
 
 OWN = ("aten", "prims", "meshwright")
@@ -32,7 +33,7 @@ OWN = ("aten", "prims", "meshwright")
 
 
 def keep_pins(pin: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What a user pinned: everything else, and {module or call: "recompute" | "save"}."""
+    """What a user pinned: everything else, and {module or call: one of `WORDS`}."""
     mine = {name: text for name, text in pin.items() if text in WORDS}
     return {name: text for name, text in pin.items() if name not in mine}, mine
 
@@ -98,8 +99,31 @@ def names_of(families: Families, values: Iterable[fx.Node]) -> frozenset[str]:
 
 
 def saved_by_pins(graph: Graph, pins: Mapping[str, str]) -> set[fx.Node]:
-    """The nodes whose values pins keep."""
+    """The nodes whose values pins keep, here or on the host."""
     return {n for pattern, text in pins.items() if text != "recompute" for n in _named(graph, pattern)}
+
+
+def asked_away(graph: Graph, factored: Factored, full: bool, pins: Mapping[str, str]) -> frozenset[str]:
+    """Names of the values that are on the host between forward and backward: of those that backward reads.
+
+    Args:
+        full: all that are made in blocks.
+
+    Raises:
+        PlanError: a pin names nothing.
+    """
+    saved, families = saved_values(graph, factored), Families(graph, factored)
+    chosen = saved & blocks(graph).keys() if full else frozenset()
+    for pattern, text in pins.items():
+        if text == "offload":
+            chosen |= saved & _named(graph, pattern)
+    kept = {n for pattern, text in pins.items() if text == "save" for n in _named(graph, pattern)}
+    return frozenset(v.name for v in chosen - kept if _can_leave(families.of.get(v, [])))
+
+
+def _can_leave(family: list[fx.Node]) -> bool:
+    """Whether a value with memory of its own is no single number, and does not leave the program."""
+    return bool(family) and family[0].meta["val"].dim() > 0 and all(u.op != "output" for v in family for u in v.users)
 
 
 def _named(graph: Graph, pattern: str) -> set[fx.Node]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .away import with_offload
 from .errors import PlanError, TooLittle
 from .factors import factor_graph
 from .facts import with_facts
@@ -35,15 +36,19 @@ TIGHTER = 3
 def make_plan_in_time(
     graph: Graph, mesh: Mesh, options: Options, micro_batches: int, decide: Decide | None = None
 ) -> tuple[Graph, Plan]:
-    """`make_plan`, for a step that is run in so many micro-batches, and what backward makes again.
+    """`make_plan`, for a step that is run in so many micro-batches, and what backward makes again
+    or finds on the host.
 
     Raises:
         PlanError: the batch has too few rows for so many micro-batches on this mesh.
     """
     if options.memory is not None and options.recompute != "none" and decide is None:
-        return _within(graph, mesh, options, micro_batches)
-    made = _laid_out(graph, mesh, options, micro_batches, decide)
-    return with_recompute(*made, options.recompute, options.keep)
+        made = _within(graph, mesh, options, micro_batches)
+    else:
+        made = with_recompute(
+            *_laid_out(graph, mesh, options, micro_batches, decide), options.recompute, options.keep
+        )
+    return with_offload(*made, options.offload, options.keep)
 
 
 def _within(graph: Graph, mesh: Mesh, options: Options, micro_batches: int) -> tuple[Graph, Plan]:

@@ -3,6 +3,7 @@
     offload_optimizer="cpu"    the state of the optimizer, and a copy of the parameters that it steps (ZeRO-Offload,
                                arXiv 2101.06840): with an fp32 Adam 12 bytes a parameter on the host, 8 fewer on the
                                device; a step copies every gradient down and every parameter up, once
+    offload_activations="cpu"  what the blocks of the model save for backward, from its last use in forward until then
     offload_optimizer="nvme"   the same in a file of each rank (ZeRO-Infinity, arXiv 2104.07857); of it the host holds
                                at most buffer_count * sub_group_size elements at a time, in a step
 """
@@ -22,7 +23,8 @@ from .hardware import Device, host_bandwidth
 
 @dataclass(frozen=True)
 class Offload:
-    """What is offloaded; `offload="full"` is `Offload(offload_optimizer="cpu")`; so is "auto" where `memory=` needs it.
+    """What is offloaded; `offload="full"` is `Offload(offload_optimizer="cpu", offload_activations="cpu")`, "auto" may come
+    to `Offload(offload_optimizer="cpu")` where `memory=` needs it.
 
     Attributes:
         offload_optimizer: "cpu", "nvme" or "none".
@@ -30,6 +32,7 @@ class Offload:
             first parameters of the model. Parameters are not cut.
         pin_memory: whether host tensors are page-locked, for faster copies; of no effect without a GPU.
         nvme_path: a folder on this machine, for "nvme": each rank makes one file there, and removes it at the end.
+        offload_activations: "cpu" or "none"; `pin={"layers.*.mlp": "offload"}` names parts.
         sub_group_size: elements that are stepped at a time, with "nvme".
         buffer_count: buffers of so many elements that the host has room for, with "nvme". Adam needs 4 for a sub-group
             (parameter, gradient, two moments): 4 reads, steps and writes in turn, 12 one beside the other.
@@ -41,17 +44,18 @@ class Offload:
     nvme_path: str | os.PathLike[str] | None = None
     sub_group_size: int = 100_000_000
     buffer_count: int = 12
+    offload_activations: str = "none"
 
 
 def offload_of(given: str | Offload) -> Offload:
     """What the option of `compile` stands for; "auto" puts nothing away until it must."""
     if isinstance(given, Offload):
         return given
-    return AWAY if given == "full" else Offload()
+    return Offload(offload_optimizer="cpu", offload_activations="cpu") if given == "full" else Offload()
 
 
 AWAY = Offload(offload_optimizer="cpu")
-"""What `offload="full"` asks for, and `offload="auto"` where nothing else fits `memory=`."""
+"""What `offload="auto"` asks for where nothing else fits `memory=`."""
 
 
 def trained(model: Any) -> list[tuple[str, int]]:
@@ -96,6 +100,8 @@ def offload_faults(given: Any, optimizer: Any) -> Iterator[str]:
     if asked.offload_optimizer not in ("none", "cpu", "nvme"):
         yield f"offload_optimizer={asked.offload_optimizer!r}: say 'none', 'cpu' or 'nvme'"
         return
+    if asked.offload_activations not in ("none", "cpu"):
+        yield f"offload_activations={asked.offload_activations!r} of Offload: say 'none' or 'cpu'"
     ratio = asked.ratio
     number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool) and not math.isnan(ratio)
     if not number or not 0 < ratio <= 1:

@@ -47,6 +47,7 @@ class Plan:
         zero: 0 | 1 | 2 | 3, the ZeRO stage that `resting` stands for.
         again: tensors whose copies in another layout are not kept for backward but made again there.
         recompute: values of forward that are not kept for backward: it makes them again (`twins.py`).
+        offload: values of forward that are on the host until backward reads them (`away.py`).
         decomposed: calls replaced by simpler ops so that a factor could be split.
         micro_batches: parts of the batch that a step goes through one after another.
         stages: where forward is cut, and which stage every call belongs to; None without a pipeline.
@@ -67,6 +68,7 @@ class Plan:
     zero: int = 0
     again: frozenset[str] = frozenset()
     recompute: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
     decomposed: tuple[str, ...] = ()
     micro_batches: int = 1
     stages: Stages | None = None
@@ -128,6 +130,7 @@ class Plan:
             "decomposed": list(self.decomposed),
             "notes": list(self.notes),
         }
+        body |= {"offload": sorted(self.offload)} if self.offload else {}
         body |= {"precision": self.precision} if self.precision else {}
         body |= self.stages.to_body() if self.stages is not None else {}
         body |= {"schedule": self.schedule.to_text().splitlines()} if self.schedule is not None else {}
@@ -162,6 +165,7 @@ class Plan:
                 micro_batches=int(body["micro_batches"]),
                 again=frozenset(body["again"]),
                 recompute=frozenset(body.get("recompute", ())),
+                offload=frozenset(body.get("offload", ())),
                 decomposed=tuple(body["decomposed"]),
                 stages=Stages.from_body(body) if "cuts" in body else None,
                 schedule=from_text("\n".join(body["schedule"])) if "schedule" in body else None,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch.fx as fx
 
 from .as_before import Taken, values_as_before
+from .away import moved_away
 from .budget import within
 from .collection import no_collection
 from .cost import call_seconds
@@ -54,7 +55,7 @@ class Options:
     `resting` is how parameters already lie on the ranks: a further program of the same model must take them so. `held`:
     of the bytes of parameters, and of those that backward reads, how much a rank holds at once, for `memory`: in a
     pipeline a rank holds one stage, and few micro-batches are in flight. `keep`: pins of what backward reads, see
-    `keep.py`.
+    `keep.py`; `offload`: what blocks save is on the host.
     """
 
     zero: int | str = "auto"
@@ -65,6 +66,7 @@ class Options:
     held: tuple[float, float] = (1.0, 1.0)
     recompute: str = "auto"
     keep: Mapping[str, str] = field(default_factory=dict)
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ def replan(graph: Graph, mesh: Mesh, plan: Plan, options: Options) -> tuple[Grap
     """A saved plan on a freshly captured graph, checked: every call is there and every choice is legal."""
     graph = decompose_calls(graph, plan.decomposed).graph if plan.decomposed else graph
     graph = with_twins(graph, plan.recompute)[0] if plan.recompute else graph
+    graph = moved_away(graph, plan.offload)[0] if plan.offload else graph
     names = {n.name for n in graph.calls()}
     missing = sorted(names ^ set(plan.choices))
     if missing:
@@ -337,7 +340,7 @@ def _finished(draft: Draft) -> Plan:
     )
     if (given := draft.given) is not None:
         plan = replace(plan, micro_batches=given.micro_batches, stages=given.stages, schedule=given.schedule)
-        plan = replace(plan, recompute=given.recompute)
+        plan = replace(plan, recompute=given.recompute, offload=given.offload)
     asked = {"zero": draft.options.zero, "memory": draft.options.memory, "pin": draft.options.pin}
     asked["pinned"] = {n.name: pins for n, pins in draft.case.pins.items()}
     return with_facts(plan, draft.graph, draft.factored, **asked)

@@ -14,7 +14,7 @@ from .fold import Folder
 from .plan import Plan
 from .stage_text import stage_lines
 from .traffic import Moved, Total, Traffic
-from .twins import is_twin, original
+from .twins import is_away, is_twin, original
 from .units import bytes_text, seconds_text
 
 WIDEST = 56
@@ -22,7 +22,7 @@ WIDEST = 56
 
 
 def summary(plan: Plan) -> str:
-    lines = [*_head(plan), *_sent(plan), *_again(plan), *_resting(plan), *_modules(plan)]
+    lines = [*_head(plan), *_sent(plan), *_again(plan), *_away(plan), *_resting(plan), *_modules(plan)]
     if plan.compared:
         starts = f"stages start with {', '.join(_starts(plan))}"
         lines += ["pipeline", *(f"  {line}" for line in (starts, *plan.compared))]
@@ -90,11 +90,24 @@ def _again(plan: Plan) -> list[str]:
     """What backward makes again, by module, and what that takes."""
     if not plan.recompute:
         return []
-    count = Counter(module_of(plan, original(c)) for c in costly(plan) if is_twin(c))
-    took = sum(s for c, s in plan.facts.seconds.items() if is_twin(c)) if plan.facts is not None else 0.0
+    twins = {c for c in plan.choices if is_twin(c) and not is_away(c, plan.offload)}
+    count = Counter(module_of(plan, original(c)) for c in costly(plan) if c in twins)
+    took = sum(s for c, s in plan.facts.seconds.items() if c in twins) if plan.facts is not None else 0.0
     head = f"backward makes {sum(count.values())} calls of forward again" + (f", {seconds_text(took)}" if took else "")
     rows = Folder(count).rows((module, str(n)) for module, n in count.items())
     return [head, *columns(rows, right=(1,))] if rows else [head]
+
+
+def _away(plan: Plan) -> list[str]:
+    """What is on the host until backward reads it, by module, and the seconds of its way there and back."""
+    if not plan.offload:
+        return []
+    count = Counter(module_of(plan, c) for c in plan.offload)
+    seconds = plan.facts.seconds.items() if plan.facts is not None else ()
+    took = sum(s for c, s in seconds if is_away(c, plan.offload))
+    head = f"{len(plan.offload)} values of forward are on the host until backward reads them"
+    rows = Folder(count).rows((module, str(n)) for module, n in sorted(count.items()))
+    return [head + (f", {seconds_text(took)} of copies" if took else ""), *columns(rows, right=(1,))]
 
 
 def _twice(moves: Sequence[Moved]) -> int:

@@ -3,6 +3,7 @@
     lint                  the fx graph is well formed
     layouts-agree         every operand has the layout its call needs; what leaves the program is whole or at rest
     backward-reads-kept   backward reads no value of forward, and no copy of one in another layout, that it makes again
+    reload-has-offload    what backward reads of an offloaded value was copied down in forward and up in backward, once
     primitives-chain      every primitive starts from the layout its operand has
     one-wait              every started collective is waited for exactly once
     backward-after-pause  no forward node follows the pause
@@ -23,6 +24,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map
 
+from ..kernels.offload import OFFLOAD, RELOAD, reloaded
 from ..partitioner.errors import LawError
 from ..partitioner.graph import is_tensor, tensor_operands, where
 from ..partitioner.layout import Layout, local_shape
@@ -82,6 +84,23 @@ def _backward_reads_kept(draft: Draft, after: str) -> None:
                 raise broken("backward-reads-kept", after, node, f"it reads {x.name}, forward's copy of {value.name}")
 
 
+def _reload_has_offload(draft: Draft, after: str) -> None:
+    graph, law = draft.graph.fx, "reload-has-offload"
+    for node in graph.nodes:
+        if node.target is OFFLOAD and not (len(node.users) == 1 and all(u.target is RELOAD for u in node.users)):
+            raise broken(law, after, node, f"it is reloaded {len(node.users)} times")
+        if node.target is RELOAD:
+            whence, users = node.args[0], list(node.users)
+            if not isinstance(whence, fx.Node) or whence.target is not OFFLOAD or whence.meta.get("backward"):
+                raise broken(law, after, node, "it reloads what forward has not offloaded")
+            if len(users) != 1 or users[0].target is not reloaded:
+                raise broken(law, after, node, "it is read without waiting for it")
+        if node.name in draft.plan.offload:
+            late = [u for u in node.users if u.meta.get("backward")]
+            if late:
+                raise broken(law, after, late[0], f"it reads {node.name}, which is on the host")
+
+
 def _resharded(node: fx.Node) -> fx.Node:
     """What the steps that lead to a node reshard."""
     while node.target in (reshard, primitive):
@@ -123,6 +142,7 @@ def _backward_after_pause(draft: Draft, after: str) -> None:
 _LAWS: dict[str, Callable[[Draft, str], None]] = {
     "layouts-agree": _layouts_agree,
     "backward-reads-kept": _backward_reads_kept,
+    "reload-has-offload": _reload_has_offload,
     "primitives-chain": _primitives_chain,
     "one-wait": _one_wait,
     "backward-after-pause": _backward_after_pause,

@@ -1,6 +1,7 @@
 """The pass pipeline: from a graph and a plan to a program. Read top to bottom, it is the whole lowering.
 
     insert_reshards   every operand gets the layout its call needs             (layouts-agree, backward-reads-kept)
+    write_offload     what the plan keeps on the host goes down and comes up   (reload-has-offload)
     expand_reshards   each reshard becomes its primitives                      (primitives-chain)
     chunk_loss        a large loss is made with its gradients, logits a chunk at a time
     insert_pause      outputs leave between forward and backward, if asked     (backward-after-pause)
@@ -32,13 +33,14 @@ from .chunk_loss import chunk_loss
 from .draft import Draft, start
 from .expand import expand_reshards
 from .localize import on_device, rank_graph
+from .offload import write_offload
 from .overlap import start_early
 from .pause import insert_pause, paused_outputs
 from .reshard import insert_reshards
 from .segments import Part, Segmented, segments
 
 CPU = torch.device("cpu")
-WHOLE = (insert_reshards, expand_reshards, chunk_loss, insert_pause)
+WHOLE = (insert_reshards, write_offload, expand_reshards, chunk_loss, insert_pause)
 PASSES = (*WHOLE, start_early)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
+from ..kernels.offload import OFFLOAD
 from ..partitioner.graph import is_getitem
 from ..partitioner.mesh import TIME
 from ..partitioner.program import primitive
@@ -98,6 +99,9 @@ def _latest(
         in_loop = node in timed or node in collects
         due = min((out.get(u, last) - (node in collects) for u in node.users), default=last)
         out[node] = due - (due % 2 != in_loop)
+    for node in nodes:  # the host takes a value in the loop that makes it
+        if node.target is OFFLOAD and node.args[0] in out and node.args[0] not in collects:
+            out[node] = out[node.args[0]]  # type: ignore[index]
     for node in nodes:  # what a call gives leaves its segment one by one
         if is_getitem(node):
             out[node] = out[node.args[0]]  # type: ignore[index]

@@ -25,11 +25,13 @@ from .request import Request
 
 @dataclass
 class Tracked:
-    """Bytes of one rank. `at`: the last op before the peak."""
+    """Bytes of one rank. `at`: the last op before the peak; `host`: the most that it had on the host, which are not
+    among the others."""
 
     now: int = 0
     peak: int = 0
     at: str = ""
+    host: int = 0
 
     def change(self, nbytes: int, at: str = "") -> None:
         self.now += nbytes
@@ -46,6 +48,7 @@ class Watch(Storages):
         self.rank: int | None = None
         self.owner: dict[int, int] = {}
         self.fresh: list[int] = []
+        self.away: dict[int, tuple[int, int]] = {}
         self.last = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -57,6 +60,16 @@ class Watch(Storages):
             self.fresh.append(key)
         else:
             self.give(key, self.rank)
+
+    def to_host(self, key: int, nbytes: int) -> None:
+        assert self.rank is not None
+        self.away[key] = (self.rank, nbytes)
+        mine = self.ranks[self.rank]
+        mine.host = max(mine.host, sum(n for rank, n in self.away.values() if rank == self.rank))
+
+    def from_host(self, key: int) -> None:
+        super().from_host(key)
+        del self.away[key]
 
     def give(self, key: int, rank: int) -> None:
         if key in self.sizes and key not in self.owner:

@@ -264,6 +264,11 @@ WRONG = [
         "offload_optimizer='disk'; 'none', 'cpu' or 'nvme'",
     ),
     Wrong(
+        "activations offloaded to files",
+        lambda: step(offload=mw.Offload(offload_activations="nvme")),
+        "offload_activations='nvme'; 'none' or 'cpu'",
+    ),
+    Wrong(
         "offload to a folder that is not there",
         lambda: step(offload=mw.Offload("nvme", nvme_path="/no/such"), optimizer=torch.optim.AdamW),
         "nvme_path='/no/such'; no folder; make it",
