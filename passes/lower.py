@@ -1,10 +1,10 @@
 """The pass pipeline: from a graph and a plan to a program. Read top to bottom, it is the whole lowering.
 
     insert_reshards   every operand gets the layout its call needs             (layouts-agree, backward-reads-kept)
-    write_offload     what the plan keeps on the host goes down and comes up   (reload-has-offload)
     expand_reshards   each reshard becomes its primitives                      (primitives-chain)
     chunk_loss        a large loss is made with its gradients, logits a chunk at a time
     insert_pause      outputs leave between forward and backward, if asked     (backward-after-pause)
+    write_offload     what the plan keeps on the host goes down and comes up   (reload-has-offload)
     segments          with micro-batches or stages: a graph for every phase    (act_laws.py)
     start_early       collectives start early, wait late, small ones together  (one-wait)
 
@@ -40,7 +40,7 @@ from .reshard import insert_reshards
 from .segments import Part, Segmented, segments
 
 CPU = torch.device("cpu")
-WHOLE = (insert_reshards, write_offload, expand_reshards, chunk_loss, insert_pause)
+WHOLE = (insert_reshards, expand_reshards, chunk_loss, insert_pause, write_offload)
 PASSES = (*WHOLE, start_early)
 
 

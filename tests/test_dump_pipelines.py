@@ -19,7 +19,7 @@ def test_dump_writes_segments_acts_and_the_schedule(tmp_path: Path):
     assert "  2 phase 1 stage 1 BW\n" in acts and " <- stage rank 0\n" in acts
     for name in ("rank0_phase_1_stage_0_F.py", "rank1_phase_1_stage_1_BW.py"):
         assert "def rank" in files[name], sorted(files)
-    assert any(name.startswith("5_phase_1_stage_0_F") for name in files)
+    assert any(name.startswith("6_phase_1_stage_0_F") for name in files)
 
 
 def test_dump_of_micro_batches_alone(tmp_path: Path):
