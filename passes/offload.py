@@ -39,8 +39,7 @@ def write_offload(draft: Draft) -> Draft:
         for known in (draft.placement.splits, draft.placement.needs):
             known.pop(node, None)  # type: ignore[arg-type]
         before = node
-    if back:
-        draft.established += ("reload-has-offload",)
+    draft.established += ("reload-has-offload",)
     return draft
 
 
