@@ -192,7 +192,7 @@ def compile(
         resting = request.resting or (chosen and chosen.resting)
         stage = zero if request.zero is None else request.zero
         options = Options(zero=stage, pin=layouts, resting=resting, recompute=recompute, keep=keep)
-        options = replace(options, offload=away.offload_activations == "cpu")
+        options = replace(options, offload=asked_away.offload_activations == "cpu")
         if chosen and request.form == "step":
             graph, made = replan(graph, mesh_now, chosen, options)
             return lowered(request, graph, made)

@@ -23,7 +23,7 @@ from .hardware import Device, host_bandwidth
 
 @dataclass(frozen=True)
 class Offload:
-    """What is offloaded; `offload="full"` is `Offload(offload_optimizer="cpu", offload_activations="cpu")`, "auto" may come
+    """What is offloaded; "full" is `Offload(offload_optimizer="cpu", offload_activations="cpu")`, "auto" may come
     to `Offload(offload_optimizer="cpu")` where `memory=` needs it.
 
     Attributes:
