@@ -14,7 +14,7 @@ import torch.nn as nn
 
 def call_with(model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
     """`model(*args, **kwargs)` with `tensors`, by the first name of each; what is tied to one of them is it."""
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
     before = [dict(table) for table in tables]
     try:
         return torch.func.functional_call(model, tensors, args, kwargs, tie_weights=True)
