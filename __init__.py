@@ -97,9 +97,9 @@ def compile(
             whole batch. "auto": 1 without a pipeline or with inputs="local", else the best of some.
         schedule: of the pipeline: "auto" (the fastest in the simulator that fits `memory`), "gpipe", "1f1b",
             "interleaved", "zb-h1", "zb-v", "dualpipe-v", or the text of a schedule of your own.
-        offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there, and what
-            blocks save for backward waits there; "auto": the state where nothing else fits `memory`; or an `Offload`
-            that says how much of it. A saved plan does not say it.
+        offload: "none"; "full": the optimizer's state rests in host memory and the optimizer steps there; "auto": that
+            where nothing else fits `memory`; or an `Offload` that says how much of it, and whether what blocks save for
+            backward waits there too. A saved plan does not say it.
         recompute: what backward makes again in the place of keeping it: "none"; "full": of every block all but its
             inputs; "auto": what `memory` needs, nothing without it.
         fuse: which chains of ops become one op (an activation times a gate, dropout with its residual, norms that a

@@ -57,6 +57,8 @@ def values_as_before(tables: Tables, before: Taken) -> dict[int, np.ndarray]:
             found[i] = known[key]
         else:
             of = _written_for(variable, copied.get(i))
+            if of not in before.calls or of not in before.factored:  # written out of what was itself written out
+                of = None
             if of is not None and of not in ends:
                 ends[of] = _ends(of, before, names)
             if of is not None:

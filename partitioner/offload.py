@@ -23,8 +23,8 @@ from .hardware import Device, host_bandwidth
 
 @dataclass(frozen=True)
 class Offload:
-    """What is offloaded; "full" is `Offload(offload_optimizer="cpu", offload_activations="cpu")`, "auto" may come
-    to `Offload(offload_optimizer="cpu")` where `memory=` needs it.
+    """What is offloaded; "full" is `Offload(offload_optimizer="cpu")`, to which "auto" comes where `memory=` needs
+    it.
 
     Attributes:
         offload_optimizer: "cpu", "nvme" or "none".
@@ -51,11 +51,11 @@ def offload_of(given: str | Offload) -> Offload:
     """What the option of `compile` stands for; "auto" puts nothing away until it must."""
     if isinstance(given, Offload):
         return given
-    return Offload(offload_optimizer="cpu", offload_activations="cpu") if given == "full" else Offload()
+    return AWAY if given == "full" else Offload()
 
 
 AWAY = Offload(offload_optimizer="cpu")
-"""What `offload="auto"` asks for where nothing else fits `memory=`."""
+"""What `offload="full"` asks for, and `offload="auto"` where nothing else fits `memory=`."""
 
 
 def trained(model: Any) -> list[tuple[str, int]]:

@@ -355,11 +355,13 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.head, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
         self.again, self.norm_again = self.head, self.norm
+        self.last = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm_again(self.again(self.norm(self.head(x)))).square().sum()
+        return self.last(self.norm_again(self.again(self.norm(self.head(x))))).tanh().sum()
 
 
 def test_a_module_under_two_names_keeps_its_tensors():
@@ -370,7 +372,7 @@ def test_a_module_under_two_names_keeps_its_tensors():
     compiled.step(x)
     assert all(a is b for a, b in zip(held, [*model.parameters(), *model.buffers()], strict=True))
     for name, grad in compiled.gather("grads").items():
-        torch.testing.assert_close(grad, eager.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grad, eager.get_parameter(name).grad, rtol=1e-3, atol=1e-4)
 
 
 def _tripled(module: nn.Module, args: tuple, out: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,7 @@ def test_a_loaded_tied_weight_may_come_under_either_name():
     values = compiled.state_dict()
     del values["head.weight"]
     values["tokens.weight"] = torch.ones(13, 12)
-    with pytest.raises(mw.MeshwrightError, match=r"missing head.weight"):
-        compiled.load_state_dict(values)
-    compiled.load_state_dict(values, strict=False)
+    compiled.load_state_dict(values)
     assert torch.equal(compiled.state_dict()["head.weight"], torch.ones(13, 12))
 
 
