@@ -3,6 +3,7 @@
     segments-chain   what an act reads is an input, or was made or received before it; what leaves is there in the end
     sends-pair       from one rank of the pipeline axis to another, the n-th send is the n-th receive
     no-deadlock      played through with receives that wait when they are read: every rank comes to its end
+    collected-once   a rank puts together one part of each micro-batch, also where several of its stages make it
 
 They are checked before anything runs (`lower`); a violation is a defect of the compiler.
 """
@@ -29,7 +30,8 @@ def check_acts(draft: Draft, cut: Segmented) -> None:
     LawError: one of the laws is broken; names law, ranks, act, value, and the user's source line.
     """
     nodes = {n.name: n for n in draft.graph.fx.nodes}
-    for name, law in (("segments-chain", unread), ("sends-pair", unpaired), ("no-deadlock", endless)):
+    laws = {"segments-chain": unread, "sends-pair": unpaired, "no-deadlock": endless, "collected-once": twice}
+    for name, law in laws.items():
         for why, value in law(draft, cut):
             at = f" ({where(nodes[value])})" if value in nodes else ""
             raise LawError(f"law {name} broken after pass segments: {why}{at}")
@@ -91,6 +93,17 @@ def unread(draft: Draft, cut: Segmented) -> Iterator[tuple[str, str]]:
         for value in _leaving(draft, rank):
             if (value.name, None) not in known and (value.name, draft.plan.micro_batches - 1) not in known:
                 yield f"stage rank {rank} ends without {value.name}, which leaves the program", value.name
+
+
+def twice(draft: Draft, cut: Segmented) -> Iterator[tuple[str, str]]:
+    """(what is wrong, the value) where a rank puts parts of a micro-batch together that it already has."""
+    for rank, acts in enumerate(cut.acts):
+        seen: set[tuple[str, int | None]] = set()
+        for act in (a for a in acts if a.kind == "run"):
+            for c in cut.parts[act.segment].collects:
+                if (c.whole, act.micro_batch) in seen:
+                    yield f"stage rank {rank}, {describe(act, cut)}: {c.part} is already part of {c.whole}", c.part
+                seen.add((c.whole, act.micro_batch))
 
 
 def _leaving(draft: Draft, rank: int) -> Iterator[fx.Node]:

@@ -92,6 +92,13 @@ class _Cutter:
         """The stages that make a node."""
         return self.on.get(node, frozenset()) if self.plan.stages else frozenset({0})
 
+    def _making(self, node: fx.Node) -> Iterable[int]:
+        """The stages that make a node; of those on one rank, one alone adds up what all of them have parts of."""
+        stages = self.stages(node)
+        if node not in self.when.collects:
+            return stages
+        return {self.placement[s]: s for s in sorted(stages, reverse=True)}.values()
+
     def _stages(self) -> dict[str, int]:
         """Per name of a call or a step of a reshard its stage.
 
@@ -149,7 +156,7 @@ class _Cutter:
     def run(self) -> Segmented:
         slots: dict[Slot, list[fx.Node]] = {}
         for node in self.nodes:
-            for stage in self.stages(node):
+            for stage in self._making(node):
                 slots.setdefault(self.slot(node, stage), []).append(node)
         numbers: dict[Slot, int] = {}
         for slot, nodes in sorted(slots.items(), key=lambda pair: (*pair[0][:3], "FBW".find(pair[0][3]))):

@@ -20,7 +20,7 @@ from ..partitioner.layout import local_shape
 from ..partitioner.mesh import TIME
 from ..partitioner.program import Act, Collect, Program, summed_wide
 from ..partitioner.transfer import Transfer, transfer_of
-from .comm import Expect, Pause, Post, Wait, join, take
+from .comm import Expect, Pause, Post, Wait, join, seen, take
 from .rank_log import Log
 
 Run = Callable[[int, "int | None", list[Any]], Generator[Any, Any, Sequence[Any]]]
@@ -162,8 +162,9 @@ class Walk(Kept):
         part, whole, i = kept[self.key(c.part, act)], (c.whole, None), act.micro_batch
         assert i is not None
         if c.step.kind == "all_gather":
-            parts = [*kept.get(whole, ()), part]
-            kept[whole] = join(parts, self.joins[c.whole][0]) if len(parts) == self.count else parts
+            joins = self.joins[c.whole]
+            parts = [*kept.get(whole, ()), seen(part, joins[i])]
+            kept[whole] = join(parts, joins[0]) if len(parts) == self.count else parts
             return
         first, further = _FOLD[c.step.op]
         if i == 0 or c.inside:

@@ -209,14 +209,15 @@ SINGLE = {"t5": 1e-4, "moe": 1e-4, "llama": 1e-4, "gpt2": 1e-4, "bert": 1e-4}
 class Subject:
     """A model captured in float64, and what one device makes of it.
 
-    `form`: "step", or "autograd" with its pause between forward and backward.
+    `form`: "step", or "autograd" with its pause between forward and backward. `model`: with its batch, where it is
+    none of `MODELS`.
     """
 
-    def __init__(self, name: str, form: str = "step"):
+    def __init__(self, name: str, form: str = "step", model: tuple[nn.Module, dict[str, Any]] | None = None):
         torch.manual_seed(0)
         self.name, self.form, self.far = name, form, SINGLE.get(name, 1e-9)
-        model, batch = MODELS[name]()
-        self.model = model.double()
+        made, batch = model or MODELS[name]()
+        self.model = made.double()
         self.batch: dict[str, Any] = exact_inputs(batch)
         self.tensors = [v for v in self.batch.values() if isinstance(v, torch.Tensor)]
         loss = (lambda out, target: out) if form == "step" else None
@@ -257,7 +258,10 @@ IN_TIME: list[tuple[dict[str, int], int]] = [
 def timed_plan_of(subject: Subject, seed: int) -> tuple[Graph, Plan]:
     """A random plan with micro-batches, its stages cut anywhere."""
     rows = next(len(t) for t in subject.tensors)
-    axes, count = IN_TIME[seed % (len(IN_TIME) if rows % 3 == 0 else len(IN_TIME) - 2)]
+    return _in_time(subject, seed, *IN_TIME[seed % (len(IN_TIME) if rows % 3 == 0 else len(IN_TIME) - 2)])
+
+
+def _in_time(subject: Subject, seed: int, axes: dict[str, int], count: int) -> tuple[Graph, Plan]:
     mesh = Mesh(**axes, device="cpu")  # type: ignore[arg-type]
     options = Options(zero=seed % 4 if "dp" in axes else 0)
     graph, plan = make_plan_in_time(subject.graph.copy(), mesh, options, count, randomly(seed))
@@ -265,7 +269,10 @@ def timed_plan_of(subject: Subject, seed: int) -> tuple[Graph, Plan]:
         return graph, plan
     assert graph.factored is not None
     random, found = np.random.default_rng(seed), anchors(graph, graph.factored)
-    schedule = generate(str(random.choice([n for n in NAMES if n != "forward-only"])), axes["pp"], count)
+    names = [n for n in NAMES if n != "forward-only" and generate(n, axes["pp"], count).stages <= len(found.forward)]
+    if not names:  # too few calls for so many stages
+        return _in_time(subject, seed, {"x": 2}, 2)
+    schedule = generate(str(random.choice(names)), axes["pp"], count)
     places = random.choice(np.arange(1, len(found.forward)), schedule.stages - 1, replace=False)
     stages = stages_of(graph, found, sorted(map(int, places)), schedule.placement)
     return graph, replace(plan, stages=stages, schedule=schedule if count > 1 else None)

@@ -95,6 +95,7 @@ TAMPERED = [
     ("two receives change places", swap(1, "receive"), "sends-pair"),
     ("a send comes last", late(0, "send"), "sends-pair"),
     ("a receive comes last", late(1, "receive"), "segments-chain"),
+    ("a micro-batch is added twice", lambda one: one.acts[0].append(last_run(one)), "collected-once.*already part"),
 ]
 
 

@@ -48,7 +48,6 @@ class Call:
         """The outputs; one tensor is a tuple of one. What is no tensor stands as it is."""
         return tuple(self.output) if isinstance(self.output, (tuple, list)) else (self.output,)
 
-
     @cached_property
     def depends_on_data(self) -> bool:
         """Whether some size of an operand or output is known only at run time: the call is run whole, as it stands."""
@@ -146,9 +145,7 @@ class RankLocal(Local):
         return window.span(self.start(factor), self.size(factor))
 
     def out_shape(self, output: int = 0) -> tuple[int, ...]:
-        dims = self._split.shape.outputs[output]
-        assert dims is not None
-        return self._shape(dims)
+        return self._shape(self._out_dims(output))
 
     def whole_shape(self, operand: int) -> tuple[int, ...]:
         return tuple(self._call.operands[operand].shape)
@@ -158,12 +155,28 @@ class RankLocal(Local):
         return self._piece((factor, 0), sizes[0])[0] * math.prod(sizes[1:]) if sizes else 0
 
     def size(self, factor: str) -> int:
-        return math.prod(self._piece((factor, i), n)[1] for i, n in enumerate(self._split.shape.leaves.get(factor, ())))
+        leaves = self._split.shape.leaves.get(factor)
+        if leaves is None:  # no dim shows it, so every rank has it whole; a dim of size 1 has no factor
+            return factor_sizes(self._split.shape.rule, self._call).get(factor, 1)
+        return math.prod(self._piece((factor, i), n)[1] for i, n in enumerate(leaves))
 
     def out_pieces(self, output: int = 0) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        dims = self._split.shape.outputs[output]
-        assert dims is not None
-        return tuple(tuple((*self._piece(leaf, n), n) for leaf, n in d) for d in dims)
+        return tuple(tuple((*self._piece(leaf, n), n) for leaf, n in d) for d in self._out_dims(output))
+
+    def _out_dims(self, output: int) -> LeafDims:
+        """The leaves of an output; of one that nothing reads, which has no layout, those of its rule's factors."""
+        shape = self._split.shape
+        known, dims = shape.outputs[output], shape.rule.outputs[output]
+        if known is not None:
+            return known
+        assert dims is not None, f"output {output} of {self.target} is no tensor"
+        sizes = self._call.outputs[output].shape
+        return tuple(
+            tuple(((f, i), size) for f in names for i, size in enumerate(shape.leaves[f]))
+            if names and all(f in shape.leaves for f in names)
+            else ((None, n),)
+            for names, n in zip(dims, sizes, strict=True)
+        )
 
 
 def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
