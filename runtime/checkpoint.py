@@ -25,11 +25,13 @@ from .checkpoint_files import (
     CheckpointError,
     Piece,
     RankPart,
+    as_stored,
     finish,
     next_number,
     write_part,
 )  # fmt: skip
 from .faults import PeerError
+from .file_image import Image
 from .optimizer import Optimizers
 from .plain import from_plain, to_plain
 from .state import State, largest, pipeline_ranks
@@ -67,32 +69,38 @@ def owns(state: State, name: str, rank: int) -> bool:
 def _piece(x: torch.Tensor, layout: Layout, state: State, rank: int) -> Piece:
     at = tuple(p for dim in local_pieces(layout, state.mesh, rank) for p in dim)
     factors = tuple(tuple(f.size for f in dim) for dim in layout.dims)
-    value = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return Piece(value, layout.shape, factors, at)
+    return Piece(x.dtype, layout.shape, factors, at)
 
 
-def part_of(state: State, index: int, optimizers: Optimizers | None) -> RankPart:
-    """A copy, in host memory, of what a held rank owns."""
+def part_of(state: State, index: int, optimizers: Optimizers | None, image: Image) -> RankPart:
+    """What a held rank owns, copied into an image of its file."""
     rank, pieces, values = state.comm.ranks[index], {}, {}
     steps = dict(optimizers.host[index].named_parameters()) if optimizers and optimizers.each else {}
+    live: dict[str, torch.Tensor] = {}
+
+    def own(key: str, x: torch.Tensor, layout: Layout) -> None:
+        pieces[key] = _piece(x, layout, state, rank)
+        live[key] = as_stored(x)
+
     for name, shard in state.shards(index):
         if not owns(state, name, rank):
             continue
         layout = state.layouts[name]
         if shard.numel():
-            pieces[f"params/{name}"] = _piece(shard, layout, state, rank)
+            own(f"params/{name}", shard, layout)
         kept = optimizers.host[index].kept(optimizers.each[index], name, steps[name]) if optimizers and steps else {}
         for key, x in kept.items():
             if isinstance(x, torch.Tensor):
                 like = x.shape == shard.shape
                 if x.numel() and (like or _first_of(state, name, rank)):
-                    pieces[f"optimizer/{name}/{key}"] = _piece(x, layout if like else whole(x.shape), state, rank)
+                    own(f"optimizer/{name}/{key}", x, layout if like else whole(x.shape))
             elif _first_of(state, name, rank):
                 values.setdefault(name, {})[key] = to_plain(x, f"{key} of {name}")
     if rank == 0:
         for name, held in state.buffers.items():
-            pieces[f"buffers/{name}"] = _piece(held[index], whole(held[index].shape), state, rank)
-    return RankPart(rank, pieces, values)
+            own(f"buffers/{name}", held[index], whole(held[index].shape))
+    image.take(live)
+    return RankPart(rank, pieces, image, values)
 
 
 def _first_of(state: State, name: str, rank: int) -> bool:
@@ -139,9 +147,10 @@ class Saving:
 
     Attributes:
         path: the checkpoint's folder, once it is done.
+        images: what is written, of each rank held here. The next save may write over it.
     """
 
-    def __init__(self, compiled: Placed, path: Path, data: Any, keep: int | None):
+    def __init__(self, compiled: Placed, path: Path, data: Any, keep: int | None, images: list[Image]):
         state = compiled._placed_or_initial()
         state.require_values()
         self.comm, self.mesh, self.device = compiled.comm, compiled.mesh, compiled.device
@@ -151,7 +160,9 @@ class Saving:
         self.folder = path / f".saving-{self.path.name}"
         head = head_of(compiled, data)
         optimizers = compiled.optimizer if compiled._state else None
-        parts = [part_of(state, i, optimizers) for i in range(len(self.comm.ranks))]
+        self._in_files = optimizers is not None and optimizers.offload.offload_optimizer == "nvme"
+        self.images = images or [Image() for _ in self.comm.ranks]
+        parts = [part_of(state, i, optimizers, image) for i, image in enumerate(self.images)]
         self.error: BaseException | None = None
         self._agreed = False
         self._thread = threading.Thread(target=self._write, args=(parts, head, keep), name=f"saving {self.path.name}")
@@ -170,6 +181,9 @@ class Saving:
         except BaseException as error:  # kept for wait(): a thread has nobody to raise to
             self.error = error
             self._tell(parts[0].rank, error)
+        finally:
+            if self._in_files:  # a state that was too much for memory does not stay in it
+                self.images = []
 
     def _tell(self, rank: int, error: BaseException) -> None:
         try:

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from ..partitioner.errors import MeshwrightError
+from .file_image import Image
 
 VERSION = 1
 FORMAT = "meshwright checkpoint"
@@ -48,7 +48,7 @@ class CheckpointError(MeshwrightError):
 class Piece:
     """What one rank writes of one tensor. `at`: (start, length) of each factor; `factors`: their sizes, by dim."""
 
-    value: torch.Tensor
+    dtype: torch.dtype
     shape: tuple[int, ...]
     factors: tuple[tuple[int, ...], ...]
     at: tuple[tuple[int, int], ...]
@@ -60,6 +60,7 @@ class RankPart:
 
     rank: int
     pieces: dict[str, Piece]
+    image: Image
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -96,21 +97,19 @@ def latest(path: Path) -> Path:
 def write_part(folder: Path, part: RankPart) -> None:
     """Write one rank's file, and the note of its pieces."""
     name = f"rank-{part.rank:05d}.safetensors"
-    stored = {n: _stored(p.value) for n, p in part.pieces.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if stored:
-            save_file(stored, folder / name)
-            _flush(folder / name)
+        if part.pieces:
+            part.image.write(folder / name)
         tensors = {
             n: {
-                "dtype": _dtype_name(p.value.dtype), "shape": p.shape, "factors": p.factors,
-                "piece": {"file": name, "at": p.at, "sha256": checksum(stored[n])},
+                "dtype": _dtype_name(p.dtype), "shape": p.shape, "factors": p.factors,
+                "piece": {"file": name, "at": p.at, "sha256": checksum(part.image.tensors[n])},
             }
             for n, p in part.pieces.items()
         }  # fmt: skip
         _write_json(folder / f"rank-{part.rank:05d}.json", {"tensors": tensors, "values": part.values})
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"{folder / name} cannot be written: {error}; older checkpoints are whole") from error
 
 
@@ -190,9 +189,9 @@ def checksum(x: torch.Tensor) -> str:
     return hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy()).hexdigest()  # type: ignore[arg-type]
 
 
-def _stored(x: torch.Tensor) -> torch.Tensor:
+def as_stored(x: torch.Tensor) -> torch.Tensor:
     """As safetensors can hold it: complex numbers as pairs."""
-    return torch.view_as_real(x).contiguous() if x.is_complex() else x.contiguous()
+    return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from ..partitioner.mesh import Mesh
 from .checkpoint import Restored, Saving, fits, restore
 from .checkpoint_files import Checkpoint, CheckpointError, latest
 from .comm import Comm
+from .file_image import Image
 from .host import OffloadReport
 from .initialise import initialise
 from .launch import comm_for, watch_here
@@ -113,7 +114,8 @@ class Placed:
         Args:
             data: where the data stands, or what else is to come back from `load`: numbers, texts, lists, dicts.
             keep: how many checkpoints stay in `path`, this one included; None for all.
-            wait: False to write beside training, from a copy; call `.wait()` on what comes back.
+            wait: False to write beside training, from a copy, whose memory is kept for the next save of this kind; call
+                `.wait()` on what comes back.
 
         Raises:
             CheckpointError: it cannot be written, or the save before this one could not.
@@ -123,13 +125,16 @@ class Placed:
             raise CheckpointError(f"keep={keep!r}: give the number of checkpoints that stay, at least 1, or None")
         if self._pending is not None:
             raise CheckpointError("a loaded checkpoint waits for the first call: make that before save()")
+        images: list[Image] = []
         if self._saving is not None:
             before, self._saving = self._saving, None
             before.wait()
+            images = before.images
         with self._telling():
-            saving = Saving(self, Path(path).absolute(), data, keep)
+            saving = Saving(self, Path(path).absolute(), data, keep, images)
             if wait:
                 saving.wait()
+                saving.images = []
         self._saving = None if wait else saving
         return saving
 
