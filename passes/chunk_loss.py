@@ -26,7 +26,7 @@ import torch.fx as fx
 from ..kernels.cross_entropy import wide as dtype_of_sums
 from ..partitioner.collective import largest_local
 from ..partitioner.program import primitive
-from .draft import Draft
+from .draft import Draft, resharded
 
 aten = torch.ops.aten
 mw = torch.ops.meshwright
@@ -160,7 +160,7 @@ class _Finder:
         """Whether backward of a stage may read what these read of forward."""
         plan = self.draft.plan
         read = {x for n in nodes for x in n.all_input_nodes if not x.meta.get("backward")} - set(nodes)
-        again = any(_resharded(x).name in plan.again for x in read if x.target is primitive)
+        again = any(resharded(x).name in plan.again for x in read if x.target is primitive)
         return plan.stages is None or not (again or any(x.name in plan.recompute for x in read))
 
     def _large(self, z: fx.Node) -> bool:
@@ -184,12 +184,6 @@ class _Finder:
             alike = len(a.args) == len(b.args) and self.draft.layouts.get(a) == self.draft.layouts.get(b)
             self._same[a, b] = alike and all(self.same(p, q, depth + 1) for p, q in pairs)
         return self._same[a, b]
-
-
-def _resharded(node: fx.Node) -> fx.Node:
-    while node.target is primitive:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _plain(x: Any) -> Any:

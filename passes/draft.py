@@ -17,6 +17,7 @@ from ..partitioner.layout import Layout
 from ..partitioner.mesh import Mesh
 from ..partitioner.placement import Placement, place
 from ..partitioner.plan import Plan
+from ..partitioner.program import primitive, reshard
 from ..partitioner.rules.split import Split
 
 
@@ -67,3 +68,10 @@ def _batch_split(draft: Draft, node: fx.Node, dim: int | None) -> Layout:
     layout = draft.factored.whole(node)
     axes = tuple(a for a in draft.mesh.names if draft.mesh.role(a) == "data" and draft.mesh.sizes[a] > 1)
     return layout if dim is None or not layout.dims[dim] else layout.with_axes((dim, 0), axes)
+
+
+def resharded(node: fx.Node) -> fx.Node:
+    """What the steps that lead to a node reshard."""
+    while node.target in (reshard, primitive):
+        node = node.args[0]  # type: ignore[assignment]
+    return node

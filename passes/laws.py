@@ -31,7 +31,7 @@ from ..partitioner.layout import Layout, local_shape
 from ..partitioner.plan import Plan
 from ..partitioner.program import primitive, reshard
 from ..partitioner.transfer import pause, start, wait
-from .draft import Draft
+from .draft import Draft, resharded
 
 
 def check(draft: Draft, after: str) -> None:
@@ -80,7 +80,7 @@ def _backward_reads_kept(draft: Draft, after: str) -> None:
                 continue
             if x.name in plan.recompute:
                 raise broken("backward-reads-kept", after, node, f"it reads {x.name}, which is not kept")
-            if x.target in (reshard, primitive) and (value := _resharded(x)).name in plan.again:
+            if x.target in (reshard, primitive) and (value := resharded(x)).name in plan.again:
                 raise broken("backward-reads-kept", after, node, f"it reads {x.name}, forward's copy of {value.name}")
 
 
@@ -99,13 +99,6 @@ def _reload_has_offload(draft: Draft, after: str) -> None:
             late = [u for u in node.users if u.meta.get("backward")]
             if late:
                 raise broken(law, after, late[0], f"it reads {node.name}, which is on the host")
-
-
-def _resharded(node: fx.Node) -> fx.Node:
-    """What the steps that lead to a node reshard."""
-    while node.target in (reshard, primitive):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _primitives_chain(draft: Draft, after: str) -> None:
