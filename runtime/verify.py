@@ -194,10 +194,10 @@ def _against_eager(
     model, precision = compiled.model, compiled.settings.precision
     low = lowered(precision, model)
     swap = {n: p.to(low.get(n, p.dtype)) for n, p in compiled.gather("params").items()} | compiled.gather("buffers")
-    loss = compiled.settings.loss
+    loss, trained = compiled.settings.loss, {n for n, p in model.named_parameters() if p.requires_grad}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        held = {name: t.clone() for name, t in swap.items()}
+        held = {name: t.detach().clone().requires_grad_(name in trained) for name, t in swap.items()}
         return call_with(model, held, args, kwargs)
 
     def finish(out: Any, target: Any) -> Any:
@@ -205,8 +205,8 @@ def _against_eager(
             out = loss(out) if target is None else loss(out, target)
         return out if isinstance(out, torch.Tensor) else out.loss
 
-    with torch.no_grad():
-        eager = call(precision, run, args, kwargs, target, finish)
+    with torch.enable_grad():  # as in training: a model may hook the gradient of an activation, or ask for one
+        eager = call(precision, run, args, kwargs, target, finish).detach()
     outputs = zip(program.captured.output_values, program.captured.outputs, strict=True)
     value = next(v for v, r in outputs if r.kind == "output")
     assert value is not None

@@ -250,6 +250,24 @@ def test_verify_changes_nothing():
     close(compiled.gather("params") | {f"grad {n}": g for n, g in compiled.gather("grads").items()}, before)
 
 
+class Hooked(nn.Linear):
+    """The gradient of an activation is changed on its way back; one parameter is not trained."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        h = super().forward(input)
+        h.register_hook(lambda g: 5 * g)
+        return h.tanh()
+
+
+def test_verify_runs_eager_as_training_does():
+    """It ran without gradients, where a hook on an activation is refused."""
+    model = nn.Sequential(Hooked(6, 8), nn.Linear(8, 4))
+    model[1].bias.requires_grad_(False)
+    compiled = mw.compile(model, mesh({"dp": 2}), loss=CE)
+    assert compiled.verify(X, target=Y).largest < 1e-4
+    assert [p.requires_grad for p in model.parameters()] == [True, True, True, False]
+
+
 def test_dump_writes_the_files(tmp_path: Path):
     compiled = mw.compile(mlp(), mesh({"dp": 2, "tp": 2}), loss=CE)
     compiled.step(X, target=Y)
