@@ -10,6 +10,7 @@ the machine disturbs less.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -86,12 +87,11 @@ def measured(name: str, rounds: int) -> str:
 def main(rounds: Annotated[int, typer.Option(help="timed steps of each")] = 9) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = [measured(name, rounds) for name in stage_models.MODELS]
-    if dist.get_rank() == 0:
-        heads = (f"{what}, even | found | ratio" for what in ("simulated ms", "wall ms", "busier CPU ms"))
-        print(f"| model | stage 1 starts in | {' | '.join(heads)} |")
-        print("|---" * 11 + "|")
-        print("\n".join(rows))
+    heads = (f"{what}, even | found | ratio" for what in ("simulated ms", "wall ms", "busier CPU ms"))
+    table = [f"| model | stage 1 starts in | {' | '.join(heads)} |", "|---" * 11 + "|"]
+    for line in itertools.chain(table, (measured(name, rounds) for name in stage_models.MODELS)):
+        if dist.get_rank() == 0:
+            print(line, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

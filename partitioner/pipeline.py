@@ -105,7 +105,10 @@ class Cutter:
             PlanError: the starts asked for cannot be, or forward can be cut nowhere.
         """
         cuts = self._cuts(len(placement), room)
-        return None if cuts is None else stages_of(self.graph, self.found, cuts, placement)
+        if cuts is None:
+            return None
+        made, before = stages_of(self.graph, self.found, cuts, placement), self.asked.stages
+        return made if before is None else replace(made, before=before.homes)
 
     def even_ranks(self, placement: tuple[int, ...]) -> Stages | None:
         """Stages that make ranks rather than stages even; None where that is no difference, or stages stay in place."""

@@ -221,8 +221,9 @@ class _Staged:
         return Stagewise(Costs(tuple(costs), hops), tuple(once), edges, gradients)
 
     def _first(self, name: str, rank: int) -> int:
-        """Of the stages that hold a parameter the first on a rank: it is there once."""
-        return next(s for s in self.stages.parameters[name] if self.stages.placement[s] == rank)
+        """Of the stages that read a parameter the first on a rank, or the rank's first: it is there once."""
+        placement = self.stages.placement
+        return next((s for s in self.stages.parameters[name] if placement[s] == rank), placement.index(rank))
 
     def _resident(self) -> list[int]:
         out, work = [0] * self.stages.count, self.work

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +48,8 @@ class Stages:
         placement: per virtual stage the index on the pipeline axis that holds it.
         of: per call its stage; calls that every stage makes for itself are left out.
         parameters: per parameter the stages that read it.
+        before: per parameter the indices on the pipeline axis where an earlier program of the model has placed it; it
+            stays there, and gets its gradient there, though no stage there reads it.
         homes: per parameter the indices on the pipeline axis that hold it.
     """
 
@@ -55,17 +57,19 @@ class Stages:
     placement: tuple[int, ...]
     of: Mapping[str, int]
     parameters: Mapping[str, tuple[int, ...]]
+    before: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def homes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(sorted({self.placement[s] for s in on})) for name, on in self.parameters.items()}
+        read = {name: {self.placement[s] for s in on} for name, on in self.parameters.items()}
+        return {name: tuple(sorted(on.union(self.before.get(name, ())))) for name, on in read.items()}
 
     @property
     def count(self) -> int:
         return len(self.placement)
 
     def to_body(self) -> dict[str, Any]:
-        """The stages as plain lists, for a saved plan."""
+        """The stages as plain lists, for a saved plan; `before` is of one run alone."""
         return {
             "cuts": list(self.cuts),
             "placement": list(self.placement),

@@ -1,5 +1,6 @@
 """Micro-batches and pipelines give the numbers of one device on the whole batch."""
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -97,3 +98,44 @@ def test_a_pipeline_is_called_as_the_model(axes: dict[str, int]):
     torch.testing.assert_close(compiled.step(x), loss.detach())
     for name, p in model.named_parameters():
         torch.testing.assert_close(compiled.gather("grads")[name], p.grad)
+
+
+class Normed(nn.Module):
+    """In training the norm is written out, and its weight is read on both sides of the cut; in eval it is one call."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.up = nn.Embedding(11, 8), nn.Linear(8, 16)
+        self.norm, self.out = nn.BatchNorm1d(16), nn.Linear(16, 11)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(nn.functional.gelu(self.norm(self.up(self.rows(ids)).mean(1))))
+
+
+def test_copies_of_a_parameter_stay_equal_where_a_later_program_reads_it_on_one_stage():
+    """The first program places the norm's weight on both ranks; that of fewer rows, or of eval, reads one of them."""
+    torch.manual_seed(0)
+    model, x, y = Normed(), torch.randint(0, 11, (4, 5)), torch.randint(0, 11, (4,))
+    loss = nn.functional.cross_entropy
+    compiled = mw.compile(
+        copy.deepcopy(model), mw.Mesh(pp=2, device="cpu"), loss=loss, micro_batches=2,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    )  # fmt: skip
+    optimizer, fewer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0
+    for rows, training in ((4, True), (3, True), (4, False), (4, True)):
+        model.train(training)
+        optimizer.zero_grad()
+        expected = loss(model(x[:rows]), y[:rows])
+        expected.backward()
+        optimizer.step()
+        got = compiled.train(training).step(x[:rows], target=y[:rows])
+        torch.testing.assert_close(got, expected.detach())
+        stages, state = compiled.plan.stages, compiled._state
+        assert stages is not None and state is not None
+        assert stages.homes["norm.weight"] == (0, 1)
+        fewer += len(stages.parameters["norm.weight"]) == 1
+        for name, p in model.named_parameters():
+            for mine in state.params[name]:
+                if mine is not None:
+                    torch.testing.assert_close(mine.detach(), p.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    assert fewer == 2
