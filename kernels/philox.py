@@ -9,13 +9,14 @@ A counter gives four words of 32 bits, those of the next elements of a tensor: w
 where index is the element's place in the *whole* tensor, row-major: the same bits however the tensor is split.
 
 On a CPU the rounds run in numpy, whose products of uint64 are vector instructions (PyTorch's are not: twice the time),
-in place and in chunks that stay in the cache; elsewhere in int64 tensors. A word of 32 bits stands in an int64.
+in place and in chunks that stay in the cache, and a word is a uint32; elsewhere, and beyond 2^32 counters, they run in
+int64 tensors, and a word of 32 bits stands in an int64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,18 @@ import torch
 M0, M1 = 0xD2511F53, 0xCD9E8D57
 W0, W1 = 0x9E3779B9, 0xBB67AE85
 LOW = 0xFFFFFFFF
-CHUNK, BUFFERS, ALIGN = 1 << 16, 6, 64
-"""Counters of a chunk on a CPU; the buffers of its rounds; a chunk's length is rounded up, so that the functions of a
-form see whole vectors and an element's value does not depend on where in a chunk it stands."""
+CHUNK, BUFFERS, ALIGN = 1 << 14, 6, 64
+"""Counters of a chunk on a CPU; int64 that its rounds hold for a counter; a chunk's length is rounded up, so that the
+functions of a form see whole vectors and an element's value does not depend on where in a chunk it stands."""
 
 Pieces = tuple[tuple[tuple[int, int, int], ...], ...]
 """Per dim, per factor: (start, local length, whole size)."""
 
-Form = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""From the four words of counters, [n] int64 each, the k elements of each counter, [n] each; it may overwrite words."""
+Words = Any
+"""The words of counters one after another, four each, flat: a uint32 array on a CPU, an int64 tensor elsewhere."""
+
+Form = Callable[[Words, torch.Tensor], Any]
+"""Writes the elements, [n] each, k for each counter of its words, which it may overwrite."""
 
 
 def philox4(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> tuple[Any, Any, Any, Any]:
@@ -63,57 +67,76 @@ def _low(product: Any) -> Any:
 
 
 class _Rounds:
-    """`philox4` in numpy, in place, for up to `CHUNK` counters at a time; c2 and c3 are numbers."""
+    """`philox4` in numpy for up to `CHUNK` counters at a time, in place, in four rows.
+
+    A product of 64 bits is written over the word it was made of, and its high word taken together with the low word of
+    the same product a round ago, over that: c1 and c3 are never apart from the products whose low words they are.
+    High meets low without a shift: read as uint32, a product's high word stands one place behind its low word.
+    """
 
     def __init__(self, counters: int, op: int, step: int, seed: int):
-        self.size = -(-min(counters, CHUNK) // ALIGN) * ALIGN
-        self.memory = torch.zeros(BUFFERS, self.size, dtype=torch.int64)
-        self.c2, self.c3, self.key = op & LOW, step & LOW, (seed & LOW, (seed >> 32) & LOW)
+        self.size = n = _even(counters)
+        self.memory = torch.empty(BUFFERS * n, dtype=torch.int64)
+        self.op, self.step = op & LOW, step & LOW
+        self.keys = [((seed + r * W0) & LOW, ((seed >> 32) + r * W1) & LOW) for r in range(10)]
+        memory = self.memory.numpy().view(np.uint64)
+        self.pairs, self.words = (memory[: 2 * n], memory[2 * n : 4 * n]), memory[4 * n :]
+        self.rows = [_Row(memory[i * n : (i + 1) * n]) for i in range(4)]
 
-    def __call__(self, blocks: torch.Tensor, big: bool) -> list[torch.Tensor]:
-        """The four words of each block, [len(blocks) rounded up] int64; what is beyond len(blocks) is anything."""
-        n = -(-len(blocks) // ALIGN) * ALIGN
-        tensors = [row[:n] for row in self.memory]
-        tensors[0][: len(blocks)] = blocks
-        arrays = [t.numpy().view(np.uint64) for t in tensors]
-        c0, c1 = arrays[0], 0
-        if big:
-            c1 = np.right_shift(c0, np.uint64(32), out=arrays[1])
-            np.bitwise_and(c0, np.uint64(LOW), out=c0)
-        words = self._rounds([c0, c1, self.c2, self.c3], arrays)
-        place = {id(a): t for a, t in zip(arrays, tensors, strict=True)}
-        return [place[id(w)] for w in words]
+    def __call__(self, blocks: torch.Tensor) -> Words:
+        """The words of each block, four of each of `size`; what is beyond len(blocks) is anything."""
+        c0, c2, p0, p1 = self._two_rounds(blocks.numpy().view(np.uint64))
+        for r, (k0, k1) in enumerate(self.keys[2:]):
+            np.multiply(c0.whole, TIMES_0, out=c0.whole)
+            np.multiply(c2.whole, TIMES_1, out=c2.whole)
+            np.bitwise_xor(c0.high, p0.low, out=p0.low)
+            np.bitwise_xor(c2.high, p1.low, out=p1.low)
+            np.bitwise_xor(p1.whole, _number(k0), out=p1.whole)
+            np.bitwise_xor(p0.whole, _number(k1), out=p0.whole)
+            np.bitwise_and(self.pairs[r % 2 - 1], MASK, out=self.pairs[r % 2 - 1])
+            c0, c2, p0, p1 = p1, p0, c0, c2
+        for word, product, out in ((c0, p1, self.words[::2]), (c2, p0, self.words[1::2])):
+            np.left_shift(product.whole, HALF, out=product.whole)
+            np.bitwise_or(word.whole, product.whole, out=out)
+        return self.words.view(np.uint32)
 
-    def _rounds(self, c: list[Any], arrays: list[Any]) -> list[Any]:
-        k0, k1 = self.key
-        for _ in range(10):
-            free = [a for a in arrays if not any(a is w for w in c)]
-            high0, low0 = _half(c[0], M0, c[3], k1, free)
-            high1, low1 = _half(c[2], M1, c[1], k0, free)
-            c = [high1, low1, high0, low0]
-            k0, k1 = (k0 + W0) & LOW, (k1 + W1) & LOW
-        for low in (c[1], c[3]):
-            np.bitwise_and(low, np.uint64(LOW), out=low)
-        return c
+    def _two_rounds(self, blocks: Any) -> list[_Row]:
+        """Rounds in which one product, of the op or of a number made of it, is the same for all counters."""
+        (k0, k1), (l0, l1) = self.keys[:2]
+        c0, c2, p0, p1 = self.rows
+        other = self.op * M1
+        first = M0 * ((other >> 32) ^ k0)
+        p0.whole[: len(blocks)] = blocks
+        np.multiply(p0.whole, TIMES_0, out=p0.whole)
+        np.right_shift(p0.whole, HALF, out=p1.whole)
+        np.bitwise_xor(p1.whole, _number(self.step ^ k1), out=p1.whole)
+        np.multiply(p1.whole, TIMES_1, out=p1.whole)
+        np.right_shift(p1.whole, HALF, out=c0.whole)
+        np.bitwise_xor(c0.whole, _number(other & LOW ^ l0), out=c0.whole)
+        np.bitwise_and(p0.whole, MASK, out=c2.whole)
+        np.bitwise_xor(c2.whole, _number(first >> 32 ^ l1), out=c2.whole)
+        p0.whole[:] = first & LOW
+        return [c0, c2, p0, p1]
 
 
-def _half(word: Any, times: int, other: Any, key: int, free: list[Any]) -> tuple[Any, Any]:
-    """(high word of word · times, ^ other ^ key, the product); numbers stay numbers, arrays are written in place."""
-    if isinstance(word, int):
-        product = word * times
-        high = (product >> 32) ^ key
-        if isinstance(other, int):
-            return (high ^ other) & LOW, product & LOW
-        mixed = np.bitwise_xor(other, np.uint64(high), out=other)
-        return np.bitwise_and(mixed, np.uint64(LOW), out=mixed), product & LOW
-    product = np.multiply(word, np.uint64(times), out=free.pop())
-    high = np.right_shift(product, np.uint64(32), out=word)
-    if isinstance(other, int):
-        np.bitwise_xor(high, np.uint64(other ^ key), out=high)
-    else:
-        np.bitwise_xor(high, other, out=high)
-        np.bitwise_xor(high, np.uint64(key), out=high)
-    return np.bitwise_and(high, np.uint64(LOW), out=high), product
+def _even(counters: int) -> int:
+    """The counters of each chunk: chunks are equally long."""
+    chunks = -(-counters // CHUNK)
+    return -(-counters // (chunks * ALIGN)) * ALIGN if chunks else 0
+
+
+class _Row:
+    """Numbers of 64 bits; their high words and their low words as such of 32 bits, both the whole row but for one."""
+
+    def __init__(self, whole: Any):
+        self.whole, self.high, self.low = whole, whole.view(np.uint32)[1:], whole.view(np.uint32)[:-1]
+
+
+def _number(x: int) -> Any:
+    return np.array(x, dtype=np.uint64)
+
+
+HALF, MASK, TIMES_0, TIMES_1 = map(_number, (32, LOW, M0, M1))
 
 
 def local_shape(pieces: Pieces) -> tuple[int, ...]:
@@ -128,11 +151,22 @@ def whole_pieces(shape: tuple[int, ...]) -> Pieces:
 
 def linear_index(pieces: Pieces, device: torch.device | str | None = None) -> torch.Tensor:
     """The place of each local element in the whole tensor, row-major; flat."""
-    flat = merged([p for dim in pieces for p in dim])
+    return _places([p for dim in pieces for p in dim], device)(0, math.prod(local_shape(pieces)))
+
+
+def _places(
+    factors: list[tuple[int, int, int]], device: torch.device | str | None
+) -> Callable[[int, int], torch.Tensor]:
+    """From `start` and `stop`, the places of the local elements from the one to the other."""
+    flat = merged(factors)
+    if len(flat) == 1:
+        first = flat[0][0]
+        return lambda start, stop: torch.arange(first + start, first + stop, device=device)
     index = torch.zeros((), dtype=torch.int64, device=device)
     for start, length, size in flat:
         index = (index * size).unsqueeze(-1) + torch.arange(start, start + length, device=device)
-    return index.reshape(-1)
+    index = index.reshape(-1)
+    return lambda start, stop: index[start:stop]
 
 
 def merged(flat: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -167,54 +201,62 @@ def elements(
     if not out.numel():
         return out.reshape(shape)
     blocks = runs(pieces, k)
-    index = linear_index(pieces if blocks is None else (tuple(blocks),), device)
-    big = math.prod(n for dim in pieces for _, _, n in dim) > LOW * k
-    here = type(out) is torch.Tensor and out.device.type == "cpu"  # a fake tensor has no memory for numpy
-    draw = _Rounds(len(index), op, step, seed) if here else _elsewhere(op, step, seed)
-    for start in range(0, len(index), CHUNK) if here else (0,):
-        part = index[start : start + CHUNK] if here else index
+    flat = [p for dim in pieces for p in dim] if blocks is None else blocks
+    n = math.prod(length for _, length, _ in flat)
+    big = math.prod(size for _, _, size in flat) > LOW * (k if blocks is None else 1)
+    # a fake tensor has no memory for numpy
+    here = type(out) is torch.Tensor and out.device.type == "cpu" and not big
+    draw = _Rounds(n, op, step, seed) if here else _elsewhere(op, step, seed, big)
+    index, chunk = _places(flat, device), draw.size if isinstance(draw, _Rounds) else n
+    for start in range(0, n, chunk):
+        stop = min(start + chunk, n)
+        part = index(start, stop)
+        place = out[start:stop] if blocks is None else out[start * k : stop * k]
+        drawn = draw(part if blocks is not None else part >> k.bit_length() - 1)
+        made = place if len(place) == len(drawn) // words else place.new_empty(len(drawn) // words)
+        form(drawn, made)
         if blocks is None:
-            made = form(draw(part >> k.bit_length() - 1, big))
-            _chosen(out[start : start + len(part)], made, part & k - 1)
-        else:
-            _interleaved(out[start * k : (start + len(part)) * k], form(draw(part, big)))
+            chosen = (part & k - 1).add_(torch.arange(0, k * len(part), k, device=device))
+            torch.index_select(made, 0, chosen, out=place)
+        elif made is not place:
+            place.copy_(made[: len(place)])
     return out.reshape(shape)
 
 
 def scratch(pieces: Pieces, words: int, form: int, cpu: bool) -> int:
-    """Bytes that `elements` holds at most beside its result: the index, and per counter of a chunk the buffers of the
-    rounds and `form` bytes of a form's values on their way."""
+    """Bytes that `elements` holds at most beside its result: the index, and per counter of a chunk what the rounds hold
+    and `form` bytes of a form's values on their way."""
     k = 4 // words
     blocks = runs(pieces, k)
     flat = [p for dim in pieces for p in dim] if blocks is None else blocks
     n = math.prod(length for _, length, _ in flat)
-    rounds = 8 * BUFFERS * -(-min(n, CHUNK) // ALIGN) * ALIGN if cpu else 8 * 9 * n
-    return 8 * n + rounds + (form + (17 if blocks is None else 0)) * (min(n, CHUNK) if cpu else n)
+    chunk = _even(n) if cpu else n
+    index = chunk if len(merged(flat)) == 1 else n
+    rounds = 8 * (BUFFERS if cpu else 13) * chunk
+    return 8 * index + rounds + (form + (56 if blocks is None else 0)) * chunk
 
 
-def _elsewhere(op: int, step: int, seed: int) -> Callable[[torch.Tensor, bool], list[torch.Tensor]]:
+def _elsewhere(op: int, step: int, seed: int, big: bool) -> Callable[[torch.Tensor], Words]:
     key = (seed & LOW, (seed >> 32) & LOW)
-    return lambda blocks, big: list(
-        philox4(blocks & LOW if big else blocks, blocks >> 32 if big else 0, op & LOW, step & LOW, *key)
-    )
+
+    def draw(blocks: torch.Tensor) -> torch.Tensor:
+        low, high = (blocks & LOW, blocks >> 32) if big else (blocks, 0)
+        return torch.stack(philox4(low, high, op & LOW, step & LOW, *key), -1).reshape(-1)
+
+    return draw
 
 
-def _chosen(out: torch.Tensor, made: Sequence[torch.Tensor], place: torch.Tensor) -> None:
-    """out[i] = made[place[i]][i]"""
-    out.copy_(made[0][: len(out)])
-    for i in range(1, len(made)):
-        torch.where(place == i, made[i][: len(out)].to(out.dtype), out, out=out)
+def put(out: torch.Tensor, values: Any) -> torch.Tensor:
+    """out = values, an array or a tensor of any dtype; returns it."""
+    if isinstance(values, np.ndarray):
+        np.copyto(out.numpy(), values, casting="unsafe")
+        return out
+    return out.copy_(values)
 
 
-def _interleaved(out: torch.Tensor, made: Sequence[torch.Tensor]) -> None:
-    """out[b k + i] = made[i][b]; the last block may be short."""
-    k = len(made)
-    whole = len(out) // k
-    rows = out[: whole * k].view(whole, k)
-    for i, x in enumerate(made):
-        rows[:, i].copy_(x[:whole])
-        if i < len(out) - whole * k:
-            out[whole * k + i] = x[whole]
+def wide(words: Words) -> torch.Tensor:
+    """Words as int64."""
+    return torch.from_numpy(words.astype(np.int64)) if isinstance(words, np.ndarray) else words
 
 
 def element_words(
@@ -222,7 +264,9 @@ def element_words(
 ) -> list[torch.Tensor]:
     """The `words` words (1 or 2) of each local element, flat."""
     return [
-        elements(pieces, seed, op, step, words, lambda w, i=i: w[i::words], torch.int64, device).reshape(-1)
+        elements(
+            pieces, seed, op, step, words, lambda w, out, i=i: put(out, w[i::words]), torch.int64, device
+        ).reshape(-1)
         for i in range(words)
     ]
 
@@ -231,4 +275,4 @@ def element_bits(
     pieces: Pieces, seed: int, op: int, step: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """The first word of each local element, in the local tensor's shape."""
-    return elements(pieces, seed, op, step, 1, lambda w: w, torch.int64, device)
+    return elements(pieces, seed, op, step, 1, lambda w, out: put(out, w), torch.int64, device)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from .dropout import fits, triton_dropout
-from .philox import Form, Pieces, elements, whole_pieces
+from .philox import Form, Pieces, Words, elements, put, whole_pieces, wide
 
 aten = torch.ops.aten
 Build = Callable[..., tuple[Callable, tuple, dict[str, Any]]]
@@ -38,17 +38,21 @@ _Form = Callable[[tuple, dict[str, Any], Any], tuple[Callable, tuple]]
 
 
 def _unit(
-    pieces: Pieces, seed: int, op: int, step: int, wide: bool, device: Any = None, bits: int = 24
+    pieces: Pieces, seed: int, op: int, step: int, double: bool, device: Any = None, bits: int = 24
 ) -> torch.Tensor:
-    """Uniform on [0, 1): `bits` bits in float32, or 53 bits in float64 if `wide`."""
-    if wide:
+    """Uniform on [0, 1): `bits` bits in float32, or 53 bits in float64 if `double`."""
+    if double:
         return elements(pieces, seed, op, step, 2, _wide_units, torch.float64, device)
-    form = lambda w: [x.bitwise_right_shift_(32 - bits) for x in w]  # noqa: E731
-    return elements(pieces, seed, op, step, 1, form, torch.float32, device).mul_(2.0**-bits)
+
+    def form(w: Words, out: torch.Tensor) -> None:
+        w >>= 32 - bits
+        put(out, w).mul_(2.0**-bits)
+
+    return elements(pieces, seed, op, step, 1, form, torch.float32, device)
 
 
-def _wide_units(w: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [((hi >> 5).double() * 2.0**26 + (lo >> 6)) * 2.0**-53 for hi, lo in zip(w[::2], w[1::2], strict=True)]
+def _wide_units(w: Words, out: torch.Tensor) -> None:
+    out.copy_(wide(w[::2] >> 5)).mul_(2.0**26).add_(wide(w[1::2] >> 6)).mul_(2.0**-53)
 
 
 def keep_below(p: float) -> int:
@@ -68,8 +72,8 @@ def dropout(
     below = keep_below(p)
     if x.device.type == "cuda" and fits(x, pieces):
         return triton_dropout(x, p, below, seed, op, step, pieces, residual=residual)
-    mask = elements(pieces, seed, op, step, 1, lambda w: [x < below for x in w], torch.bool, x.device)
-    y = (x * mask).mul_(1.0 / (1.0 - p))
+    mask = elements(pieces, seed, op, step, 1, lambda w, out: put(out, w < below), torch.bool, x.device)
+    y = mask.to(x.dtype).mul_(x).mul_(1.0 / (1.0 - p))
     return y if residual is None else y.add_(residual), mask
 
 
@@ -87,28 +91,30 @@ def normal(
 ) -> torch.Tensor:
     """mean + std z by Box and Muller: z = sqrt(-2 ln u1) cos(2π u2), and the next element's has the sine of the same
     u1, u2. `mean` and `std` may be tensors."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    z = elements(pieces, seed, op, step, 1, partial(_pairs, wide=wide), wide, device)
+    z = elements(pieces, seed, op, step, 1, _pairs, drawn(normal, dtype), device)
     if isinstance(mean, torch.Tensor) or isinstance(std, torch.Tensor):
         return (z * std + mean).to(dtype)
     z = z if std == 1.0 else z.mul_(std)
     return (z if mean == 0.0 else z.add_(mean)).to(dtype)
 
 
-def _pairs(w: list[torch.Tensor], wide: torch.dtype) -> list[torch.Tensor]:
-    made = []
-    for w0, w1 in zip(w[::2], w[1::2], strict=True):
-        radius = w0.to(wide).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-        angle = w1.to(wide).mul_(2.0 * math.pi * 2.0**-32)
-        made += [torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)]
-    return made
+def _pairs(w: Words, out: torch.Tensor) -> None:
+    first, second = (put(torch.empty(len(w) // 2, dtype=out.dtype, device=out.device), w[i::2]) for i in (0, 1))
+    radius = first.add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle = second.mul_(2.0 * math.pi * 2.0**-32)
+    cosine, sine = torch.cos(angle).mul_(radius), angle.sin_().mul_(radius)
+    torch.complex(cosine, sine, out=torch.view_as_complex(out.view(-1, 2)))
 
 
 def exponential(
     pieces: Pieces, dtype: torch.dtype, rate: float, seed: int, op: int, step: int, device: Any = None
 ) -> torch.Tensor:
     """-ln(1 - u) / rate, never 0."""
-    form = lambda w: [x.double().add_(0.5).mul_(2.0**-32).log_().mul_(-1.0 / rate) for x in w]  # noqa: E731
+
+    def form(w: Words, out: torch.Tensor) -> None:
+        u = put(torch.empty(len(w), dtype=torch.float64, device=out.device), w)
+        out.copy_(u.add_(0.5).mul_(2.0**-32).log_().mul_(-1.0 / rate))
+
     return elements(pieces, seed, op, step, 1, form, dtype, device)
 
 
@@ -116,8 +122,8 @@ def bernoulli(
     p: Any, pieces: Pieces, dtype: torch.dtype, seed: int, op: int, step: int, device: Any = None
 ) -> torch.Tensor:
     """1 where u < p, else 0. `p` is a number or a tensor of probabilities."""
-    wide = isinstance(p, torch.Tensor) and p.dtype == torch.float64
-    return (_unit(pieces, seed, op, step, wide, device) < p).to(dtype)
+    double = isinstance(p, torch.Tensor) and p.dtype == torch.float64
+    return (_unit(pieces, seed, op, step, double, device) < p).to(dtype)
 
 
 def randint(
@@ -126,28 +132,31 @@ def randint(
     """Integers in [low, high): low + floor(word · (high - low) / 2^32), or 62 bits modulo a wider range."""
     span = high - low
     if span <= 1 << 31:
-        form: Form = lambda w: [x.mul_(span).bitwise_right_shift_(32).add_(low) for x in w]  # noqa: E731
+        form: Form = lambda w, out: out.copy_((wide(w) * span >> 32).add_(low))  # noqa: E731
         return elements(pieces, seed, op, step, 1, form, dtype, device)
-    wide: Form = lambda w: [  # noqa: E731
-        ((hi >> 2) * (1 << 32) + lo) % span + low for hi, lo in zip(w[::2], w[1::2], strict=True)
-    ]
-    return elements(pieces, seed, op, step, 2, wide, dtype, device)
+    form = lambda w, out: out.copy_(_wide_words(w).remainder_(span).add_(low))  # noqa: E731
+    return elements(pieces, seed, op, step, 2, form, dtype, device)
 
 
 def randperm(n: int, dtype: torch.dtype, seed: int, op: int, step: int, device: Any = None) -> torch.Tensor:
     """The order that sorts n draws; the whole permutation on every rank."""
-    form: Form = lambda w: [(hi >> 1) * (1 << 32) + lo for hi, lo in zip(w[::2], w[1::2], strict=True)]  # noqa: E731
+    form: Form = lambda w, out: out.copy_(_wide_words(w, 1))  # noqa: E731
     return elements(whole_pieces((n,)), seed, op, step, 2, form, torch.int64, device).argsort(stable=True).to(dtype)
 
 
+def _wide_words(w: Words, drop: int = 2) -> torch.Tensor:
+    """Two words as one whole number: the first without its `drop` last bits, then the second."""
+    return (wide(w[::2] >> drop) << 32).add_(wide(w[1::2]))
+
+
 DRAWS: dict[Callable[..., Any], tuple[int, int]] = {
-    dropout: (4, 1),
+    dropout: (8, 1),
     uniform: (32, 0),
-    normal: (48, 12),
-    exponential: (40, 0),
-    bernoulli: (0, 5),
-    randint: (40, 0),
-    randperm: (40, 24),
+    normal: (48, 10),
+    exponential: (56, 0),
+    bernoulli: (16, 5),
+    randint: (128, 0),
+    randperm: (64, 24),
 }
 """Of each function for the memory model: bytes a counter of a form's values, and bytes an element that stand whole
 beside the result, after the draw."""
