@@ -67,9 +67,6 @@ class Atoms:
                 out.append(root)
         return out
 
-    def _sizes(self, atoms: list[int]) -> list[int]:
-        return [self._size[a] for a in self.leaves(atoms)]
-
     def _cut(self, atom: int, major: int) -> None:
         """Cut a leaf of size n in (major, n / major)."""
         minor = self._size[atom] // major
@@ -77,6 +74,13 @@ class Atoms:
 
     def unite(self, a: list[int], b: list[int]) -> bool:
         """Make two lists of atoms of one product the same; False (and nothing changes) when their cuts disagree."""
+        if len(a) == len(b) == 1:  # by far the most
+            x, y = self._root(a[0]), self._root(b[0])
+            if x == y:
+                return True
+            if self._size[x] == self._size[y] and not self._parts[x] and not self._parts[y]:
+                self._parent[max(x, y)] = min(x, y)
+                return True
         left, right = self.leaves(a), self.leaves(b)
         if left == right:
             return True
@@ -100,7 +104,14 @@ class Atoms:
 
     def divide(self, atoms: list[int], sizes: list[int]) -> list[list[int]] | None:
         """The atoms of one dim in consecutive groups of these sizes, cutting where needed; None if that cannot be."""
-        if UNKNOWN in self._sizes(atoms) or not _agree(self._sizes(atoms), [n for n in sizes if n != 1]):
+        leaves = self.leaves(atoms)
+        own, asked = [self._size[a] for a in leaves], [n for n in sizes if n != 1]
+        if UNKNOWN in own:
+            return None
+        if own == asked:
+            left = iter(leaves)
+            return [[next(left)] if n != 1 else [] for n in sizes]
+        if not _agree(own, asked):
             return None
         groups = [self.new(n) for n in sizes]
         return groups if self.unite(atoms, [a for g in groups for a in g]) else None

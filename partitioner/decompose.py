@@ -15,8 +15,8 @@ import torch.fx as fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from . import compat
-from .factors import call_of
 from .graph import Graph, is_getitem
+from .kinds import call_of
 from .rules.every import rule_of
 from .trace import Tracer
 

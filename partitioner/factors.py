@@ -15,15 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_map
 
 from .atoms import Atoms
 from .graph import Graph, is_getitem, is_tensor, tensor_operands, values_of
+from .kinds import Kind, Kinds, Slots
 from .layout import Factor, Layout
-from .rules.every import rule_of
-from .rules.notation import Dims, Rule
+from .rules.notation import Dims
 from .rules.split import Call, Leaf, LeafDims, Shape
 
 
@@ -62,33 +60,15 @@ class Factored:
         return Layout(tuple(tuple(Factor(self.sizes.size(a)) for a in dim) for dim in self.dims[node]))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What calls of one signature share.
-
-    Attributes:
-        call, rule: the call on fake tensors, and its rule.
-        sizes: of the rule's factors.
-        loose: (which operand or output, dim) of the dims that are no factor and not of size 1; operands come first.
-        settled: the shapes of its calls so far, by the pattern of their atoms.
-    """
-
-    call: Call
-    rule: Rule
-    sizes: dict[str, int]
-    loose: tuple[tuple[int, int], ...]
-    settled: dict[Any, tuple[Shape, dict[Leaf, int]]] = field(default_factory=dict)
-
-
-@dataclass
+@dataclass(slots=True)
 class _Laid:
-    """A call whose factors have been united but may still be cut: per factor its atoms, and what stays apart."""
+    """A call whose factors have been united but may still be cut: per slot its atoms, and what stays apart."""
 
-    kind: _Kind
+    kind: Kind
     operands: list[fx.Node]
     values: tuple[fx.Node | None, ...]
-    known: dict[str, list[int]] = field(default_factory=dict)
-    apart: set[str] = field(default_factory=set)
+    known: list[list[int] | None]
+    apart: set[int] = field(default_factory=set)
 
 
 def factor_graph(
@@ -100,7 +80,7 @@ def factor_graph(
     """
     out = Factored()
     laid: dict[fx.Node, _Laid] = {}
-    kinds = _Kinds()
+    kinds = Kinds()
     for node in graph.fx.nodes:
         if node.op in ("placeholder", "get_attr") and is_tensor(node):
             out.dims[node] = [out.sizes.new(n) for n in node.meta["val"].shape]
@@ -145,7 +125,7 @@ def extended(old: Factored, graph: Graph) -> Factored | None:
     for of_node in (out.shapes, out.calls, out.atoms, out.dims, out.operands):
         for node in [n for n in of_node if n not in alive]:
             del of_node[node]  # type: ignore[arg-type]
-    before, kinds = old.sizes.count(), _Kinds()
+    before, kinds = old.sizes.count(), Kinds()
     laid: dict[fx.Node, _Laid] = {}
     for node in nodes:
         if node.op == "call_function" and not is_getitem(node) and node not in out.shapes:
@@ -180,165 +160,95 @@ def _still_fit(out: Factored, laid: dict[fx.Node, _Laid]) -> bool:
     return True
 
 
-class _Kinds:
-    """The kinds of the calls of one graph, by signature: target, plain arguments, shapes and dtypes of tensors."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[Any, _Kind] = {}
-        self._tensors: dict[fx.Node, Any] = {}
-
-    def of(self, node: fx.Node) -> tuple[_Kind, list[fx.Node]]:
-        operands: list[fx.Node] = []
-        args = tuple([self._key(x, operands) for x in node.args])
-        kwargs = tuple([(k, self._key(x, operands)) for k, x in node.kwargs.items()]) if node.kwargs else ()
-        signature = (node.target, args, kwargs, self._value(node))
-        kind = self._kinds.get(signature)
-        if kind is None:
-            call = call_of(node)
-            rule = rule_of(call)
-            kind = self._kinds[signature] = _Kind(call, rule, _sizes(rule, call), _loose(rule, call))
-        return kind, operands
-
-    def _key(self, x: Any, operands: list[fx.Node]) -> Any:
-        if isinstance(x, fx.Node):
-            found = self._tensors.get(x) or self._value(x)
-            if found[0] is _TENSOR:
-                operands.append(x)
-            return found
-        if isinstance(x, (list, tuple)):
-            return tuple([self._key(y, operands) for y in x])
-        if isinstance(x, dict):
-            return tuple([(k, self._key(y, operands)) for k, y in x.items()])
-        return (type(x), x if isinstance(x, (int, float, bool, str)) else str(x))
-
-    def _value(self, node: fx.Node) -> Any:
-        val = node.meta.get("val")
-        many = isinstance(val, (tuple, list))
-        found = self._tensors[node] = ("several", *map(_tensor_key, val)) if many else _tensor_key(val)
-        return found
-
-
-_TENSOR = object()
-
-
-def _tensor_key(val: Any) -> tuple:
-    if isinstance(val, torch.Tensor):
-        shape: Any = val.shape
-        if not all([type(n) is int for n in shape]):
-            shape = tuple(map(str, shape))
-        return (_TENSOR, shape, val.dtype)
-    return (type(val), str(val))
-
-
-def call_of(node: fx.Node) -> Call:
-    """The call of a node on fake tensors."""
-
-    def fake(x: Any) -> Any:
-        return x.meta["val"] if isinstance(x, fx.Node) else x
-
-    return Call(node.target, tree_map(fake, node.args), tree_map(fake, dict(node.kwargs)), node.meta["val"])
-
-
-def _lay(kind: _Kind, operands: list[fx.Node], values: tuple[fx.Node | None, ...], out: Factored) -> _Laid:
-    one = _Laid(kind, operands, values)
-    rule, store, known = kind.rule, out.sizes, one.known
-    for operand, dims in zip(operands, rule.inputs, strict=True):
-        for names, atoms in zip(dims, out.dims[operand], strict=True):
-            if len(names) == 1:  # by far the most
-                group = known.setdefault(names[0], atoms)
-                if group is not atoms and group != atoms and not store.unite(group, atoms):
-                    one.apart.add(names[0])
-            elif names:
-                _take(names, atoms, one, store)
-    for value, dims, tensor in zip(values, rule.outputs, kind.call.outputs, strict=False):
-        if dims is None or not isinstance(tensor, torch.Tensor):
-            continue
-        made = [_make(names, n, one, store) for names, n in zip(dims, tensor.shape, strict=True)]
-        if value is not None:
-            out.dims[value] = made
+def _lay(kind: Kind, operands: list[fx.Node], values: tuple[fx.Node | None, ...], out: Factored) -> _Laid:
+    known: list[list[int] | None] = [None] * len(kind.names)
+    one, store = _Laid(kind, operands, values, known), out.sizes
+    for operand, dims in zip(operands, kind.inputs, strict=True):
+        for slot, atoms in zip(dims, out.dims[operand], strict=True):
+            if slot.__class__ is int:  # by far the most
+                group = known[slot]
+                if group is None:
+                    known[slot] = atoms
+                elif group is not atoms and group != atoms and not store.unite(group, atoms):
+                    one.apart.add(slot)
+            elif slot:
+                _take(slot, atoms, one, store)
+    for value, dims in zip(values, kind.outputs, strict=False):
+        if dims is not None:
+            made = [_make(slot, n, one, store) for slot, n in dims]
+            if value is not None:
+                out.dims[value] = made
     return one
 
 
-def _loose(rule: Rule, call: Call) -> tuple[tuple[int, int], ...]:
-    sides = [*zip(rule.inputs, call.operands, strict=False), *zip(rule.outputs, call.outputs, strict=False)]
-    return tuple(
-        (i, j)
-        for i, (dims, t) in enumerate(sides)
-        if dims is not None and isinstance(t, torch.Tensor)
-        for j, (names, n) in enumerate(zip(dims, t.shape, strict=True))
-        if not names and not (isinstance(n, int) and n == 1)
-    )
-
-
-def _sizes(rule: Rule, call: Call) -> dict[str, int]:
-    """Sizes of the factors that stand alone in some dim, and of composites' last unknown."""
-    sizes = dict(rule.sizes)
-    seen = [
-        (names, n)
-        for dims, t in [*zip(rule.inputs, call.operands, strict=False), *zip(rule.outputs, call.outputs, strict=False)]
-        if dims is not None and isinstance(t, torch.Tensor)
-        for names, n in zip(dims, t.shape, strict=True)
-        if isinstance(n, int)
-    ]
-    sizes |= {names[0]: n for names, n in seen if len(names) == 1}
-    for names, n in seen:
-        unknown = [f for f in names if f not in sizes]
-        if len(unknown) == 1:
-            known = 1
-            for f in names:
-                known *= sizes.get(f, 1)
-            sizes[unknown[0]] = n // max(1, known)
-    return sizes
-
-
-def _take(names: tuple[str, ...], atoms: list[int], one: _Laid, store: Atoms) -> None:
+def _take(slots: tuple[int, ...], atoms: list[int], one: _Laid, store: Atoms) -> None:
     """An operand's dim of several factors: unite its atoms with them, or set them apart."""
-    groups = store.divide(atoms, [one.kind.sizes[f] for f in names])
+    groups = store.divide(atoms, [one.kind.sizes[i] for i in slots])
     if groups is None:
-        one.apart |= set(names)
+        one.apart |= set(slots)
         return
-    for f, group in zip(names, groups, strict=True):
-        if f not in one.known:
-            one.known[f] = group
-        elif not store.unite(one.known[f], group):
-            one.apart.add(f)
+    for i, group in zip(slots, groups, strict=True):
+        known = one.known[i]
+        if known is None:
+            one.known[i] = group
+        elif not store.unite(known, group):
+            one.apart.add(i)
 
 
-def _make(names: tuple[str, ...], n: Any, one: _Laid, store: Atoms) -> list[int]:
+def _make(slot: Slots, n: Any, one: _Laid, store: Atoms) -> list[int]:
     """An output's dim: the atoms of its factors; fresh ones for a factor that no operand has, or that is apart."""
-    if not names or any(f in one.apart for f in names):
-        one.apart |= set(names)
+    known = one.known
+    if slot.__class__ is int:
+        if one.apart and slot in one.apart:
+            return store.new(n)
+        if (atoms := known[slot]) is None:
+            atoms = known[slot] = store.new(n)
+        return atoms
+    slots: Any = slot
+    if not slots or any(i in one.apart for i in slots):
+        one.apart |= set(slots)
         return store.new(n)
-    for f in names:
-        if f not in one.known:
-            one.known[f] = store.new(n if len(names) == 1 else one.kind.sizes[f])
-    if len(names) == 1:
-        return one.known[names[0]]
-    return [a for f in names for a in one.known[f]]
+    made: list[int] = []
+    for i in slots:
+        if (atoms := known[i]) is None:
+            atoms = known[i] = store.new(one.kind.sizes[i])
+        made += atoms
+    return made
 
 
 class _Final:
-    """The leaves of atoms, now that no atom will be cut any more."""
+    """The leaves of atoms, now that no atom will be cut any more; equal lists of them are one object."""
 
     def __init__(self, store: Atoms):
         self._store = store
-        self._known: dict[int, list[int]] = {}
+        self._of: dict[Any, list[int]] = {}
+        self._lists: dict[tuple[int, ...], list[int]] = {}
+        self.alike: dict[Any, tuple[Shape, dict[Leaf, int]]] = {}
 
     def leaves(self, atoms: list[int]) -> list[int]:
-        if len(atoms) == 1:
-            found = self._known.get(atoms[0])
-            if found is None:
-                found = self._known[atoms[0]] = self._store.leaves(atoms)
-            return found
-        return [leaf for a in atoms for leaf in self.leaves([a])]
+        key = atoms[0] if len(atoms) == 1 else tuple(atoms)
+        found = self._of.get(key)
+        if found is None:
+            made = self._store.leaves(atoms)
+            found = self._of[key] = self._lists.setdefault(tuple(made), made)
+        return found
 
 
 def _settled(one: _Laid, out: Factored, final: _Final) -> tuple[Shape, dict[Leaf, int]]:
-    """A call's shape, and the atom of each of its leaves.
+    """A call's shape, and the atom of each of its leaves. Calls of one kind that stand on the same atoms share both."""
+    if one.apart or one.kind.loose or len(one.values) > 1:
+        return _shaped(one, out, final)
+    key = (id(one.kind), *[id(final.leaves(a)) for a in one.known if a is not None])
+    found = final.alike.get(key)
+    if found is None:
+        found = final.alike[key] = _shaped(one, out, final)
+    return found
 
-    Calls of one kind whose atoms make the same pattern share one `Shape`, which later stages know equal calls by.
-    """
-    known = {f: final.leaves(a) for f, a in one.known.items() if f not in one.apart}
+
+def _shaped(one: _Laid, out: Factored, final: _Final) -> tuple[Shape, dict[Leaf, int]]:
+    """Calls of one kind whose atoms make the same pattern share one `Shape`, which later stages know equal calls by."""
+    every = zip(one.kind.names, one.known, strict=True)
+    known = {f: final.leaves(a) for i, (f, a) in enumerate(every) if a is not None and i not in one.apart}
     number: dict[int, int] = {}
     pattern = [tuple([number.setdefault(a, len(number)) for a in atoms]) for atoms in known.values()]
     if one.apart:  # else the atoms of the other dims follow from the factors'

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.fx as fx
@@ -64,48 +65,77 @@ class _Call:
     parent: str
 
 
+class _Alike(NamedTuple):
+    """What calls of one shape share: their kind; of a follower whether it makes a small sum, and whether it only does
+    something to each element."""
+
+    kind: str
+    sums: bool
+    scales: bool
+
+
 class _Contraction:
     def __init__(self, graph: Graph, factored: Factored, alone: frozenset[fx.Node]):
         self.factored, self.alone = factored, alone
         self.raised = raised(graph.precision, graph.output_values, graph.outputs)
         self.number: dict[fx.Node, int] = {}
+        self.maker: dict[fx.Node, int] = {}
         self.calls: list[_Call] = []
         self.parent: list[int] = []
         self.chained: list[bool] = []
         self.looked: set[int] = set()
         self.aside: set[int] = set()
         self.atoms: dict[fx.Node, frozenset[int]] = {}
-        self.kinds: dict[int, str] = {}
-        for node in graph.calls():
-            self._add(node)
+        self.alike: dict[int, _Alike] = {}
+        self.spaces: dict[int, frozenset[int]] = {}
+        for node in graph.fx.nodes:
+            if node.op == "call_function":
+                if is_getitem(node):
+                    self.maker[node] = self.maker[node.args[0]]
+                else:
+                    self._add(node)
 
     def _add(self, node: fx.Node) -> None:
-        shape = self.factored.shapes[node]
-        operands = self.factored.operands[node]
-        makers = [self.number.get(_producer(o), -1) for o in operands]
-        space = frozenset(self.factored.atoms[node].values())
-        self.number[node] = len(self.calls)
+        factored, at = self.factored, len(self.calls)
+        shape, operands, atoms = factored.shapes[node], factored.operands[node], factored.atoms[node]
+        makers = [self.maker.get(o, -1) for o in operands]
+        space = self.spaces.get(id(atoms))
+        if space is None:
+            space = self.spaces[id(atoms)] = frozenset(atoms.values())
+        self.number[node] = self.maker[node] = at
         module = node.meta.get("module") or ""
         one = _Call(node, shape, space, operands, makers, "", module.rpartition(".")[0])
-        one.kind = self._kind(one)
-        if one.kind == "follower" and self._aside(one):
-            one.kind = "other"
-            self.aside.add(len(self.calls))
-        elif one.kind == "follower" and self._scales(one):
-            one.kind = "other"
+        if node in self.alone:
+            one.kind = "alone"
+        else:
+            alike = self.alike.get(id(shape))
+            if alike is None:
+                alike = self.alike[id(shape)] = self._alike(one)
+            one.kind = "follower" if node in self.raised else alike.kind
+            if one.kind == "follower":
+                self._look_closer(one, alike, at)
         self.calls.append(one)
-        self.parent.append(len(self.parent))
+        self.parent.append(at)
         self.chained.append(one.kind in ("chain", *_LOOKS))
 
-    def _kind(self, call: _Call) -> str:
-        if call.node in self.alone:
-            return "alone"
-        if call.node in self.raised:
-            return "follower"
-        known = self.kinds.get(id(call.shape))
-        if known is None:
-            known = self.kinds[id(call.shape)] = self._kind_of(call)
-        return known
+    def _look_closer(self, call: _Call, alike: _Alike, at: int) -> None:
+        """Followers that decide alone: a small sum of a tensor that others read too, which it may see as they do; and
+        a matrix product times a number. On the terms of a sum every rank would scale all of it; once they are reduced
+        and scattered, a piece."""
+        if alike.sums and len(self._base(call.operands[0]).users) > 1:
+            call.kind = "other"
+            self.aside.add(at)
+        elif alike.scales:
+            maker = self.maker.get(self._base(call.operands[0]), -1)
+            if maker >= 0 and self.calls[maker].kind == "heavy":
+                call.kind = "other"
+
+    def _alike(self, call: _Call) -> _Alike:
+        if not call.operands:
+            return _Alike(self._kind_of(call), False, False)
+        made, read = _numel(call.node), _numel(call.operands[0])
+        sums = any(call.shape.rule.sums) and 8 * made <= read
+        return _Alike(self._kind_of(call), sums, made == read and not is_view(call.node))
 
     def _kind_of(self, call: _Call) -> str:
         rule = call.shape.rule
@@ -122,20 +152,6 @@ class _Contraction:
         if any(self._space(o) >= call.space for o in call.operands):
             return "chain"
         return "other"
-
-    def _scales(self, call: _Call) -> bool:
-        """Whether a call is a matrix product times a number.
-
-        On the terms of a sum every rank would scale all of it; once they are reduced and scattered, a piece.
-        """
-        maker = self.number.get(_producer(self._base(call.operands[0])), -1)
-        same = _numel(call.node) == _numel(call.operands[0])
-        return same and maker >= 0 and self.calls[maker].kind == "heavy" and not is_view(call.node)
-
-    def _aside(self, call: _Call) -> bool:
-        """Whether a call makes a small sum of a tensor that others read too: it may see it as they do."""
-        small = any(call.shape.rule.sums) and 8 * _numel(call.node) <= _numel(call.operands[0])
-        return small and len(self._base(call.operands[0]).users) > 1
 
     def _space(self, value: fx.Node) -> frozenset[int]:
         found = self.atoms.get(value)
@@ -198,7 +214,7 @@ class _Contraction:
 
     def _base(self, value: fx.Node) -> fx.Node:
         """The tensor seen through followers."""
-        maker = self.number.get(_producer(value), -1)
+        maker = self.maker.get(value, -1)
         while maker >= 0 and self.calls[maker].kind == "follower":
             value = self.calls[maker].operands[0]
             maker = self.calls[maker].makers[0]
@@ -206,6 +222,8 @@ class _Contraction:
 
     def follow(self) -> None:
         for i, call in enumerate(self.calls):
+            if call.kind not in ("follower", "widens", "chain", "other"):
+                continue
             makers = [m for m in call.makers if m >= 0 and (self.calls[m].kind != "alone" or call.node in self.raised)]
             chained = bool(makers) and self.chained[self.find(makers[0])]
             if makers and makers[0] in self.aside and len(call.operands[0].users) > 1:
@@ -275,10 +293,6 @@ def contract(graph: Graph, factored: Factored, alone: frozenset[fx.Node] = froze
 def single(calls: Iterable[fx.Node]) -> list[Group]:
     """A group for every call."""
     return [Group([node], [True], [False]) for node in calls]
-
-
-def _producer(value: fx.Node) -> fx.Node:
-    return value.args[0] if is_getitem(value) else value  # type: ignore[return-value]
 
 
 def _readers(value: fx.Node) -> int:

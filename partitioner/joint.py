@@ -147,6 +147,7 @@ class Builder:
         self.closed = closed_atoms(factored) if grouped else frozenset()
         self.writes, self.written = writes, Written(self)
         self._made: dict[Any, Joint] = {}
+        self._parts: dict[int, int] = {}
 
     def of(self, group: Group) -> tuple[Joint, list[Member]]:
         """The group's joint values (shared with its like), and its calls."""
@@ -157,23 +158,28 @@ class Builder:
         return made, members
 
     def _members(self, group: Group) -> tuple[list[Member], Any]:
+        factored, seen, part_of = self.factored, self.seen, self._parts
         number = {n: i for i, n in enumerate(group.calls)}
         atoms: dict[int, int] = {}
         parts: dict[int, int] = {}
         members, key = [], []
         for node, lead, looked in zip(group.calls, group.lead, group.looked, strict=True):
-            shape, own = self.factored.shapes[node], self.factored.atoms[node]
+            shape, own, operands = factored.shapes[node], factored.atoms[node], factored.operands[node]
             wires = []
-            for operand in self.factored.operands[node]:
+            for operand in operands:
                 producer, output = (operand.args[0], operand.args[1]) if is_getitem(operand) else (operand, 0)
                 wires.append(Wire(number[producer], output) if producer in number else None)  # type: ignore[index,arg-type]
-            atom = {leaf: atoms.setdefault(self.seen.get(a, a), len(atoms)) for leaf, a in own.items()}
-            parts |= {a: self.part(a) for a in own.values()}
-            members.append(Member(node, shape, atom, self.factored.operands[node], tuple(wires), lead, looked))
-            decided = self.decided.get(node.name)
+            atom = {}
+            for leaf, a in own.items():
+                atom[leaf] = atoms.setdefault(seen.get(a, a), len(atoms))
+                if a not in parts:
+                    parts[a] = part_of[a] if a in part_of else part_of.setdefault(a, self.part(a))
+            wired = tuple(wires)
+            members.append(Member(node, shape, atom, operands, wired, lead, looked))
+            decided = self.decided.get(node.name) if self.decided else None
             said = tuple(sorted(decided.items(), key=str)) if decided is not None else None
             fixed = (said, self.pins.get(node))
-            key.append((id(shape), tuple(atom.values()), tuple(wires), lead, looked, self.weights.get(node), fixed))
+            key.append((id(shape), tuple(atom.values()), wired, lead, looked, self.weights.get(node), fixed))
         return members, (tuple(key), tuple(parts.values()))
 
     def part(self, atom: int) -> int:
