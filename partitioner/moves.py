@@ -55,7 +55,8 @@ class States:
 
     Attributes:
         states, index: the states, and the number of each.
-        by_place: the number of the state whose axes stand in mesh order, by the place of each axis.
+        by_place: the number of the state whose axes stand in mesh order, by the place of each axis, counted from the
+            last op.
         place, rank: (states, axes); see above.
         count: (states, factors): how many axes split each factor.
     """
@@ -65,39 +66,37 @@ class States:
         listed = list(_states(names, factors, ops))
         self.states = [s for _, s in listed]
         self.index = {s: i for i, s in enumerate(self.states)}
-        self.by_place: dict[tuple[int, ...], int] = {}
-        for i, (place, _) in enumerate(listed):
-            self.by_place.setdefault(place, i)
         shape = (len(listed), len(names))
         self.place = np.array([place for place, _ in listed], dtype=np.intp).reshape(shape)
+        self.by_place = np.zeros((factors + 1 + len(ops),) * len(names), dtype=np.intp)
+        backwards = np.arange(len(listed))[::-1]  # the first at a place is in mesh order, and is written last
+        self.by_place[tuple((self.place[backwards] + 1 + len(ops)).T)] = backwards
         ranks = [{a: r for some in marks for r, a in enumerate(some)} for marks, _ in self.states]
         self.rank = np.array([[of.get(a, 0) for a in names] for of in ranks], dtype=np.intp).reshape(shape)
         self.count = (self.place[:, None, :] == np.arange(factors)[:, None]).sum(axis=2)
-        codes = self._codes(self.place, self.rank)
-        self._by_code = np.argsort(codes)
-        self._sorted = codes[self._by_code]
+        # a state's code: per axis where it stands (its place and its rank there), times the unit of the axis
+        self._stands = (self.place + 1 + len(ops)) * len(names) + self.rank
+        self._units = ((factors + 1 + len(ops)) * len(names)) ** np.arange(len(names), dtype=np.int64)
+        self._codes = self._stands @ self._units
+        self._by_code = np.argsort(self._codes)
+        self._sorted = self._codes[self._by_code]
 
-    def _codes(self, place: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        axes, code = len(self.names), np.zeros(len(place), dtype=np.int64)
-        for a in range(axes):
-            code = code * ((self.factors + 1 + len(self.ops)) * axes)
-            code += (place[:, a] + 1 + len(self.ops)) * axes + rank[:, a]
-        return code
-
-    def _numbers(self, place: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        return self._by_code[np.searchsorted(self._sorted, self._codes(place, rank))]
+    def _numbers(self, codes: np.ndarray) -> np.ndarray:
+        return self._by_code[np.searchsorted(self._sorted, codes)]
 
     def moved(self, move: Move, leaves: np.ndarray, axes: tuple[int, ...], to: int) -> Edges:
         """The edges that put these axes, in this order, at a place."""
-        place, rank = self.place[leaves], self.rank[leaves]
+        if not len(leaves):
+            return Edges(move, leaves, leaves)
+        codes, first = self._codes[leaves], (to + 1 + len(self.ops)) * len(self.names)
+        rank = self.count[leaves, to] if to >= 0 else 0
         for n, a in enumerate(axes):
-            place[:, a] = to
-            rank[:, a] = self.count[leaves, to] + n if to >= 0 else 0
-        return Edges(move, leaves, self._numbers(place, rank))
+            codes += (first + rank + (n if to >= 0 else 0) - self._stands[leaves, a]) * self._units[a]
+        return Edges(move, leaves, self._numbers(codes))
 
     def renamed(self, move: Move, leaves: np.ndarray, order: list[int]) -> Edges:
         """The edges after which each axis stands where the axis `order` names stood."""
-        enters = self._numbers(self.place[leaves][:, order], self.rank[leaves][:, order])
+        enters = self._numbers(self._stands[leaves][:, order] @ self._units)
         return Edges(move, leaves[enters != leaves], enters[enters != leaves])
 
 

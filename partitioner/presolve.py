@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .elimination import Problem, Store
+from .elimination import HELD, Problem, Store
 
 ROUNDS = 3
 """So often what dominates is looked for anew: along a chain of layers each time shows a little more."""
@@ -121,13 +121,21 @@ class Presolved:
         return touched
 
     def _staying(self, own: np.ndarray, tables: list[np.ndarray]) -> np.ndarray:
-        over = own[:, None] - own
+        """Which values stay. Whether b is never dearer than a is asked where it is not when all others suit a best."""
+        most = own[:, None] - own
         for t in tables:
-            over = over + self._once(("over", id(t)), (t,), lambda t=t: _over(t))
+            most = most + self._once(("most", id(t)), (t,), lambda t=t: _over_at_best(t))
+        np.fill_diagonal(most, -np.inf)
+        a, b = np.nonzero(most >= 0.0)
         stays = np.ones(len(own), dtype=bool)
-        for a in range(len(own) - 1, -1, -1):  # of equals the first stays
-            stays[a] = False
-            stays[a] = not (over[a] >= 0.0)[stays].any()
+        if not len(a):
+            return stays
+        least = own[a] - own[b]
+        for t in tables:
+            least = least + _over(t, a, b)
+        a, b = a[least >= 0.0], b[least >= 0.0]
+        for x in np.unique(a)[::-1]:  # of equals the first stays
+            stays[x] = not stays[b[a == x]].any()
         return stays
 
     def _keep(self, i: int, stays: np.ndarray) -> set[int]:
@@ -171,6 +179,15 @@ def _through(own: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray
     return np.stack([(first + right[:, [y]]).min(axis=0) for y in range(right.shape[1])], axis=1)
 
 
-def _over(table: np.ndarray) -> np.ndarray:
-    """(a, b): how much dearer a is than b at least, whatever the other does."""
-    return np.stack([(table - row).min(axis=1) for row in table], axis=1)
+def _over_at_best(table: np.ndarray) -> np.ndarray:
+    """(a, b): how much dearer a is than b where the other does what suits a best."""
+    best = table.argmin(axis=1)
+    return table[np.arange(len(table)), best][:, None] - table[:, best].T
+
+
+def _over(table: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of each pair how much dearer a is than b at least, whatever the other does."""
+    least, step = np.empty(len(a)), max(1, HELD // table.shape[1])
+    for i in range(0, len(a), step):
+        least[i : i + step] = (table[a[i : i + step]] - table[b[i : i + step]]).min(axis=1)
+    return least

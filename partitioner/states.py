@@ -115,6 +115,7 @@ class Prices:
         self.names = tuple(a for a, _ in self.axes)
         self._known: dict[tuple, tuple[np.ndarray, States, States]] = {}
         self._windows: dict[tuple, list[tuple[Layout, float]]] = {}
+        self._partial_of: dict[int, tuple[list, States]] = {}
 
     def between(
         self, lengths: tuple[int, ...], itemsize: int, have: States, want: States, bucket: Bucket | None = None
@@ -150,25 +151,34 @@ class Prices:
         ops = tuple(sorted({"sum"} | have.ops() | want.ops()))
         spanned = tuple(lengths[i] for i in chosen)
         table = transitions.transitions(self.axes, ops, spanned, float(rest * itemsize), self.mesh)
-        place = {1 + f: i for i, f in enumerate(chosen)} | {WHOLE: moves.WHOLE}
-        place |= {OPS[op]: moves.PARTIAL - i for i, op in enumerate(ops)}
-        rows, columns = self._numbers(table, have, chosen, place), self._numbers(table, want, chosen, place)
+        rows, columns = self._numbers(table, have, chosen, ops), self._numbers(table, want, chosen, ops)
         found = table.in_bucket(rows, bucket)
         price = np.minimum(found[:, columns], UNREACHABLE)
         if want.seen:
             self._through_windows(lengths, itemsize, price, want, _To(table, chosen, table.rows(rows)))
         return price
 
-    def _numbers(self, table: Transitions, states: States, chosen: tuple[int, ...], place: dict[int, int]) -> list[int]:
+    def _numbers(self, table: Transitions, states: States, chosen: tuple[int, ...], ops: tuple[str, ...]) -> np.ndarray:
         """The number in a table of each unique state."""
         if states.marks is None:
-            return [table.shape.by_place[tuple([place[c] for c in state])] for state in states.unique]
-        named = {code: op for op, code in OPS.items()}
-        found = []
-        for state, marks in zip(states.unique, states.marks, strict=True):
-            partial = tuple(sorted((a, named[c]) for a, c in zip(self.names, state, strict=True) if c < 0))
-            found.append(table.shape.index[tuple([marks[f] for f in chosen]), partial])
-        return found
+            first = -min(OPS.values())
+            place = np.zeros(first + max(chosen, default=-1) + 2, dtype=np.intp)  # by code, from that of the last op on
+            place[[first + OPS[op] for op in ops]] = moves.PARTIAL - np.arange(len(ops))
+            place[first + WHOLE] = moves.WHOLE
+            place[[first + 1 + f for f in chosen]] = np.arange(len(chosen))
+            codes = np.array(states.unique, dtype=np.intp).reshape(len(states.unique), -1)
+            return table.shape.by_place[tuple((place[codes + first] + 1 + len(ops)).T)].reshape(-1)
+        index, partial = table.shape.index, self._partials(states)
+        return np.array([index[tuple([m[f] for f in chosen]), p] for m, p in zip(states.marks, partial, strict=True)])
+
+    def _partials(self, states: States) -> list[tuple[tuple[str, str], ...]]:
+        """Per unique state the axes over which it is partial."""
+        found = self._partial_of.get(id(states))
+        if found is None:
+            named = {code: op for op, code in OPS.items()}
+            each = ([(a, named[c]) for a, c in zip(self.names, s, strict=True) if c < 0] for s in states.unique)
+            found = self._partial_of[id(states)] = ([tuple(sorted(some)) for some in each], states)  # held: known by id
+        return found[0]
 
     def _through_windows(self, lengths: tuple[int, ...], size: int, price: np.ndarray, want: States, to: _To) -> None:
         """Put the seconds of the needs that see through windows in their columns of `price`."""

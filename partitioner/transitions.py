@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .buckets import Bucket, bucketed_seconds
-from .collective_cost import collective_seconds
+from .collective_cost import collective_curve
 from .compute_cost import compute_seconds
 from .layout import piece
 from .mesh import Mesh
@@ -27,6 +27,14 @@ from .moves import LOCAL_KINDS, Move, States, moves
 
 STEP = 1e-9
 """Seconds that a move costs beside its price, so that of equal ways the shorter wins."""
+
+
+CUTS = frozenset({"reduce_scatter", "all_to_all"})
+"""Kinds that send pieces of what they cut."""
+
+
+FEW = 4
+"""Once fewer than one in so many states have changed, only the edges that leave those are relaxed."""
 
 
 def largest_piece(size: int, axes: Sequence[str], sizes: dict[str, int]) -> int:
@@ -42,12 +50,18 @@ def wire_share(kind: str, axes: tuple[str, ...], split: int, mesh: Mesh) -> floa
     Where pieces are uneven, (k - 1) / k becomes what the rank that keeps least sends.
     """
     k = mesh.group_size(axes)
-    if kind in ("reduce_scatter", "all_to_all"):
-        kept = piece(split, tuple((mesh.sizes[a], mesh.sizes[a] - 1) for a in axes))[1]
-        return (split - kept) / split if split else 0.0
+    if kind in CUTS:
+        return cut_share(split, tuple([mesh.sizes[a] for a in axes]))
     if kind == "permute":
         return 1.0 if k > 1 else 0.0
     return {"slice": 0.0, "zero": 0.0, "all_gather": k - 1.0, "all_reduce": 2.0 * (k - 1) / k}[kind]
+
+
+@lru_cache(maxsize=4096)
+def cut_share(length: int, ranks: tuple[int, ...]) -> float:
+    """Of a length that is cut over so many ranks, outermost first, what the rank that keeps least sends."""
+    kept = piece(length, tuple([(k, k - 1) for k in ranks]))[1]
+    return (length - kept) / length if length else 0.0
 
 
 def packing_seconds(kind: str, before: Any, after: Any, mesh: Mesh) -> Any:
@@ -63,7 +77,7 @@ class Structure:
         leaves, enters: per edge the states it leaves and enters, in order of the state it enters.
         of_move, moves: which of the distinct moves each edge is.
         by_kind: of each (kind, axes) its edges.
-        classes: the distinct (kind, axes, target factor, its marks before) of the edges; `of_edge` says which.
+        classes: the distinct (kind, axes, target factor, number of its marks before) of edges; `of_edge` says which.
         marks, mark_of: the distinct marks, and which of them each state has on each factor.
         slots: per edge into a state its own number among those; see `_relaxed`.
     """
@@ -71,7 +85,7 @@ class Structure:
     def __init__(self, axes: tuple[tuple[str, int], ...], factors: int, ops: tuple[str, ...]):
         every = States(tuple(a for a, _ in axes), factors, ops)
         self.states, self.index, self.by_place = every.states, every.index, every.by_place
-        made = list(moves(every, dict(axes)))
+        made = [e for e in moves(every, dict(axes)) if len(e.leaves)]
         leaves, enters = (np.concatenate([np.zeros(0, np.intp), *(e[i] for e in made)]) for i in (1, 2))
         numbers = np.repeat(np.arange(len(made)), [len(e.leaves) for e in made])
         order = np.lexsort((leaves, enters))
@@ -85,6 +99,7 @@ class Structure:
         self.mark_of = np.array([[number[m] for m in marks] for marks, _ in self.states], dtype=np.intp)
         self.classes, self.of_edge = self._classes()
         self.slots = _Slots(self.leaves, self.enters, len(self.states))
+        self._on: dict[Mesh, _OnMesh] = {}
 
     def _classes(self) -> tuple[list[tuple], np.ndarray]:
         known: dict[tuple, int] = {}
@@ -96,7 +111,43 @@ class Structure:
         unique, of_edge = np.unique(codes, return_inverse=True)
         every = list(known)
         pairs = (divmod(int(c), len(self.marks) + 1) for c in unique)
-        return [(*every[k], self.marks[m - 1] if m else ()) for k, m in pairs], of_edge.reshape(-1)
+        return [(*every[k], m - 1) for k, m in pairs], of_edge.reshape(-1)
+
+    def on(self, mesh: Mesh) -> _OnMesh:
+        if mesh not in self._on:
+            self._on[mesh] = _OnMesh(self, mesh)
+        return self._on[mesh]
+
+
+class _OnMesh:
+    """What a mesh says of the edges of a structure, whatever the sizes.
+
+    Attributes:
+        groups: of the edges that send: their kind, some axes and a curve that is that of all of them, and the edges.
+        packs: per edge how much of the bytes before it, and of those after it, it copies.
+        shares: per class what it sends of a tensor; of those in `cuts` that depends on the length that is cut.
+        cuts: the class, its target factor, the number of that one's marks before, and the ranks of its axes.
+    """
+
+    def __init__(self, shape: Structure, mesh: Mesh):
+        found: dict[tuple, list[np.ndarray]] = {}
+        axes_of: dict[tuple, tuple[str, ...]] = {}
+        self.packs = np.zeros((2, len(shape.leaves)))
+        for (kind, axes), edges in shape.by_kind.items():
+            if kind != "all_reduce":
+                self.packs[:, edges] = ((0.0,), (1.0,)) if kind in LOCAL_KINDS else 1.0
+            if kind not in LOCAL_KINDS:
+                key = (kind, collective_curve(kind, mesh.levels(axes)), mesh.link[axes[0]])
+                axes_of.setdefault(key, axes)
+                found.setdefault(key, []).append(edges)
+        self.groups = [(key[0], axes_of[key], key[1], np.concatenate(edges)) for key, edges in found.items()]
+        self.shares = np.zeros(max(1, len(shape.classes)))
+        self.cuts: list[tuple[int, int, int, tuple[int, ...]]] = []
+        for i, (kind, axes, target, mark) in enumerate(shape.classes):
+            if kind in CUTS:
+                self.cuts.append((i, target, mark, tuple([mesh.sizes[a] for a in axes])))
+            else:
+                self.shares[i] = wire_share(kind, axes, 0, mesh)
 
 
 class _Slots:
@@ -135,42 +186,37 @@ class Transitions:
     """
 
     def __init__(self, shape: Structure, lengths: tuple[int, ...], scale: float, mesh: Mesh):
-        self.shape = shape
-        self._rows: dict[int, np.ndarray] = {}
+        self.shape, self.mesh = shape, mesh
+        self._at = np.full(len(shape.states), -1)
+        self._rows = np.empty((0, len(shape.states)))
         self._in_buckets: dict[Bucket, tuple[np.ndarray, np.ndarray]] = {}
+        pieces = [[largest_piece(n, m, mesh.sizes) for n in lengths] for m in shape.marks]
         local = np.ones(len(shape.states))
         if lengths:
-            pieces = np.array([[largest_piece(n, m, mesh.sizes) for n in lengths] for m in shape.marks], dtype=float)
-            local = pieces[shape.mark_of, np.arange(len(lengths))].prod(axis=1)
+            local = np.array(pieces, dtype=float)[shape.mark_of, np.arange(len(lengths))].prod(axis=1)
         self.nbytes = local * scale
-        self.mesh = mesh
-        self.share = np.array([self._share(c, lengths, mesh) for c in shape.classes] or [0.0])[shape.of_edge]
+        on = shape.on(mesh)
+        shares = on.shares.copy()
+        for i, target, mark, ranks in on.cuts:
+            shares[i] = cut_share(pieces[mark][target], ranks)
+        before, after = self.nbytes[shape.leaves], self.nbytes[shape.enters]
+        self.sent = before * shares[shape.of_edge]
         self.weights = np.zeros(len(shape.leaves))
-        for (kind, axes), edges in shape.by_kind.items():
-            if kind in LOCAL_KINDS:
-                made = self.nbytes[shape.enters[edges]]
-                self.weights[edges] = compute_seconds(0.0, made, "float32", mesh.device)
-            else:
-                before, after = self.nbytes[shape.leaves[edges]], self.nbytes[shape.enters[edges]]
-                self.weights[edges] = collective_seconds(kind, mesh.levels(axes), before * self.share[edges])
-                self.weights[edges] += packing_seconds(kind, before, after, mesh)
+        for _, _, curve, edges in on.groups:
+            self.weights[edges] = curve(self.sent[edges])
+        self.weights += compute_seconds(0.0, before * on.packs[0] + after * on.packs[1], "float32", mesh.device)
         self.weights += STEP
 
-    @staticmethod
-    def _share(what: tuple, lengths: tuple[int, ...], mesh: Mesh) -> float:
-        kind, axes, target, before = what
-        split = largest_piece(lengths[target], before, mesh.sizes) if target >= 0 else 0
-        return wire_share(kind, axes, split, mesh)
-
-    def rows(self, sources: Sequence[int]) -> np.ndarray:
+    def rows(self, sources: Sequence[int] | np.ndarray) -> np.ndarray:
         """(sources, states): seconds of the cheapest way from each source to every state."""
-        new = [s for s in dict.fromkeys(sources) if s not in self._rows]
-        if new:
-            for s, row in zip(new, self._relaxed(new), strict=True):
-                self._rows[s] = row
-        return np.stack([self._rows[s] for s in sources])
+        wanted = np.asarray(sources, dtype=np.intp)
+        new = np.unique(wanted[self._at[wanted] < 0])
+        if len(new):
+            self._at[new] = len(self._rows) + np.arange(len(new))
+            self._rows = np.concatenate([self._rows, self._relaxed(new)])
+        return self._rows[self._at[wanted]]
 
-    def _relaxed(self, sources: list[int]) -> np.ndarray:
+    def _relaxed(self, sources: np.ndarray) -> np.ndarray:
         slots = self.shape.slots
         place = np.empty(len(slots.order), dtype=np.intp)
         place[slots.order] = np.arange(len(slots.order))
@@ -178,17 +224,30 @@ class Transitions:
         table[place[sources], np.arange(len(sources))] = 0.0
         weights = [self.weights[e][:, None] for e in slots.edges]
         through = np.empty_like(table)
-        before = None
-        while before is None or not np.array_equal(before, table):
+        changed = np.ones(len(table), dtype=bool)
+        while FEW * np.count_nonzero(changed) >= len(table):
             before = table.copy()
             for leaves, w in zip(slots.leaves, weights, strict=True):
                 made, held = through[: len(leaves)], table[: len(leaves)]
                 np.take(table, leaves, axis=0, out=made, mode="clip")
                 made += w
                 np.minimum(held, made, out=held)
-        return table[place].T
+            changed = (before != table).any(axis=1)
+        return self._finished(table[place], changed[place]).T
 
-    def in_bucket(self, sources: Sequence[int], bucket: Bucket | None) -> np.ndarray:
+    def _finished(self, table: np.ndarray, changed: np.ndarray) -> np.ndarray:
+        """Relaxes the edges that leave states whose seconds have changed, until none has."""
+        while len(edges := np.flatnonzero(changed[self.shape.leaves])):
+            enters = self.shape.enters[edges]
+            first = np.flatnonzero(np.append(True, enters[1:] != enters[:-1]))  # edges stand in order of them
+            ways = table[self.shape.leaves[edges]] + self.weights[edges, None]
+            made = np.minimum(table[enters[first]], np.minimum.reduceat(ways, first, axis=0))
+            changed = np.zeros(len(table), dtype=bool)
+            changed[enters[first]] = (made < table[enters[first]]).any(axis=1)
+            table[enters[first]] = made
+        return table
+
+    def in_bucket(self, sources: Sequence[int] | np.ndarray, bucket: Bucket | None) -> np.ndarray:
         """`rows`, where the last move of a way, or a first one that is all of it, travels in a bucket."""
         found = self.rows(sources)
         if bucket is None:
@@ -200,19 +259,22 @@ class Transitions:
             ways = np.minimum.reduceat(found[:, self.shape.leaves[edges]] + weights, first, axis=1)
             made[:, enters] = np.minimum(made[:, enters], ways)
             return made
-        for i, source in enumerate(sources):
-            mine = np.flatnonzero(self.shape.leaves[edges] == source)
-            np.minimum.at(made[i], self.shape.enters[edges[mine]], weights[mine])
-        return made
+        mine, order = np.unique(sources, return_inverse=True)
+        at = np.full(len(self.nbytes), -1)
+        at[mine] = np.arange(len(mine))
+        row = at[self.shape.leaves[edges]]
+        ways = np.full((len(mine), len(self.nbytes)), math.inf)
+        np.minimum.at(ways, (row[row >= 0], self.shape.enters[edges[row >= 0]]), weights[row >= 0])
+        return np.minimum(made, ways[order.reshape(-1)])
 
     def _bucketed(self, bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
         """The edges that may travel in a bucket, in their order, and their seconds there."""
         if bucket not in self._in_buckets:
             seconds = np.full(len(self.weights), math.inf)
-            for (kind, axes), edges in self.shape.by_kind.items():
+            for kind, axes, _, edges in self.shape.on(self.mesh).groups:
                 if kind in bucket.kinds:
                     before, after = self.nbytes[self.shape.leaves[edges]], self.nbytes[self.shape.enters[edges]]
-                    sent = before * self.share[edges]
+                    sent = self.sent[edges]
                     seconds[edges] = STEP + bucketed_seconds(kind, axes, sent, before, after, bucket, self.mesh)
             edges = np.flatnonzero(np.isfinite(seconds))
             self._in_buckets[bucket] = edges, seconds[edges]
