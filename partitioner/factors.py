@@ -165,7 +165,7 @@ def _lay(kind: Kind, operands: list[fx.Node], values: tuple[fx.Node | None, ...]
     one, store = _Laid(kind, operands, values, known), out.sizes
     for operand, dims in zip(operands, kind.inputs, strict=True):
         for slot, atoms in zip(dims, out.dims[operand], strict=True):
-            if slot.__class__ is int:  # by far the most
+            if isinstance(slot, int):  # by far the most
                 group = known[slot]
                 if group is None:
                     known[slot] = atoms
@@ -198,18 +198,17 @@ def _take(slots: tuple[int, ...], atoms: list[int], one: _Laid, store: Atoms) ->
 def _make(slot: Slots, n: Any, one: _Laid, store: Atoms) -> list[int]:
     """An output's dim: the atoms of its factors; fresh ones for a factor that no operand has, or that is apart."""
     known = one.known
-    if slot.__class__ is int:
+    if isinstance(slot, int):
         if one.apart and slot in one.apart:
             return store.new(n)
         if (atoms := known[slot]) is None:
             atoms = known[slot] = store.new(n)
         return atoms
-    slots: Any = slot
-    if not slots or any(i in one.apart for i in slots):
-        one.apart |= set(slots)
+    if not slot or any(i in one.apart for i in slot):
+        one.apart |= set(slot)
         return store.new(n)
     made: list[int] = []
-    for i in slots:
+    for i in slot:
         if (atoms := known[i]) is None:
             atoms = known[i] = store.new(one.kind.sizes[i])
         made += atoms

@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_map
 
+from .atoms import UNKNOWN
 from .rules.every import rule_of
 from .rules.notation import Dims, Rule
 from .rules.split import Call, Leaf, Shape
@@ -29,7 +30,7 @@ class Kind:
 
     Attributes:
         call, rule: the call on fake tensors, and its rule.
-        names, sizes: per slot the name of the factor, and its size (None where no dim tells it).
+        names, sizes: per slot the name of the factor, and its size (UNKNOWN where no dim tells it).
         inputs: per operand and dim its slots.
         outputs: the same with the size of each dim; None of what is no tensor.
         loose: (which operand or output, dim) of the dims that are no factor and not of size 1; operands come first.
@@ -39,7 +40,7 @@ class Kind:
     call: Call
     rule: Rule
     names: tuple[str, ...]
-    sizes: tuple[int | None, ...]
+    sizes: tuple[int, ...]
     inputs: tuple[tuple[Slots, ...], ...]
     outputs: tuple[tuple[tuple[Slots, Any], ...] | None, ...]
     loose: tuple[tuple[int, int], ...]
@@ -135,13 +136,13 @@ def _kind(call: Call) -> Kind:
 
     outputs = []
     for dims, tensor in zip(rule.outputs, call.outputs, strict=False):
-        there = dims is not None and isinstance(tensor, torch.Tensor)
-        outputs.append(tuple(zip(slots(dims), tensor.shape, strict=True)) if there else None)
+        known = dims if isinstance(tensor, torch.Tensor) else None
+        outputs.append(tuple(zip(slots(known), tensor.shape, strict=True)) if known is not None else None)
     return Kind(
         call,
         rule,
         names,
-        tuple([sizes.get(f) for f in names]),
+        tuple([sizes.get(f, UNKNOWN) for f in names]),
         tuple(map(slots, rule.inputs)),
         tuple(outputs),
         _loose(rule, call),
