@@ -106,6 +106,7 @@ class Elimination:
                 self._put((i,), self._column(table, 1, self.values[j]))
             elif j in self.tables:
                 self._put((j,), self._column(table, 0, self.values[i]))
+        self.near = {v: {w for scope in tables for w in scope} - {v} for v, tables in self.tables.items()}
         self.order: list[tuple[int, list[Scoped]]] = []
         self.complete = True
 
@@ -125,12 +126,9 @@ class Elimination:
         for v in scope:
             self.tables[v][scope] = table
 
-    def _near(self, v: int) -> set[int]:
-        return {w for scope in self.tables[v] for w in scope} - {v}
-
     def _weight(self, v: int) -> int:
         size = self.sizes[v]
-        for w in self._near(v):
+        for w in self.near[v]:
             size *= self.sizes[w]
         return size
 
@@ -144,9 +142,9 @@ class Elimination:
             blocked: set[int] = set()
             touched: set[int] = set()
             for w, v in sorted((w, v) for v, w in weights.items() if w <= min(self.limit, least * SLACK)):
-                if v in blocked or (w > least and len(self._near(v)) > 2):
+                near = self.near[v]
+                if v in blocked or (w > least and len(near) > 2):
                     continue
-                near = self._near(v)
                 blocked |= near | {v}
                 touched |= near
                 self._eliminate(v)
@@ -167,7 +165,11 @@ class Elimination:
 
     def _eliminate(self, v: int) -> None:
         tables = sorted(self.tables.pop(v).items())
-        scope = tuple(sorted({w for s, _ in tables for w in s} - {v}))
+        near = self.near.pop(v)
+        for w in near:
+            self.near[w] |= near
+            self.near[w] -= {v, w}
+        scope = tuple(sorted(near))
         role = {w: i for i, w in enumerate(scope)} | {v: -1}
         key = tuple((id(t), *(role[w] for w in s)) for s, t in tables)
         made = self.store.done.get(key)
@@ -184,7 +186,7 @@ class Elimination:
     def _give_up(self, weights: dict[int, int]) -> None:
         """Condition on the variable with most neighbours: its best value, the neighbours at their least."""
         self.complete = False
-        v = max(self.tables, key=lambda w: (len(self._near(w)), -w))
+        v = max(self.tables, key=lambda w: (len(self.near[w]), -w))
         score = np.zeros(self.sizes[v])
         tables = self.tables.pop(v)
         for scope, table in tables.items():
@@ -200,7 +202,8 @@ class Elimination:
             if rest:
                 self._put(rest, table.take(best, axis=scope.index(v)))
         del weights[v]
-        for w in {w for scope in tables for w in scope} - {v}:
+        for w in self.near.pop(v):
+            self.near[w].discard(v)
             weights[w] = self._weight(w)
 
 

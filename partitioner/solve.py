@@ -5,6 +5,7 @@ enough. Where a joint table would still pass `LIMIT` entries, variables are set 
 
     bound    each reader of one that is set aside may have it as suits it
     start    those set aside take what suits the values of that bound, and the rest is solved exactly, again and again
+    branched the values of those set aside one after another, each with a bound of its own (`branch.py`)
     raised   the bound is found anew with as few set aside as time allows
     in turn  others are set aside, at the values that they have, those first that were so least often
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import elimination
+from .branch import NODES, branched, readers
 from .elimination import Elimination, Problem, Store, objective
 from .presolve import Presolved
 
@@ -30,6 +32,11 @@ WIDE = 50_000_000
 
 WORTH = 300_000_000
 """and of all of them together: about half a second."""
+
+BRANCHED = 2 * WORTH
+"""Entries of all eliminations that branch on what is set aside."""
+
+NONE: Mapping[int, int] = {}
 
 MANY = 12
 """Neighbours that make a variable a hub."""
@@ -185,11 +192,12 @@ def _cut(
     cut, entries = [i for i, n in near.items() if len(n) > many and not times.get(i)], 0
     for h in cut:
         _remove(near, h)
-    heap = [(_joint_size(near, sizes, i), i) for i in near]
+    weights = {i: _joint_size(near, sizes, i) for i in near}
+    heap = [(weight, i) for i, weight in weights.items()]
     heapq.heapify(heap)
     while near:
         weight, v = heapq.heappop(heap)
-        if v not in near or weight != _joint_size(near, sizes, v):
+        if v not in near or weight != weights[v]:
             continue  # since pushed, a neighbour has gone; it was pushed again
         if weight > limit:
             heapq.heappush(heap, (weight, v))
@@ -202,9 +210,11 @@ def _cut(
             entries += weight
             touched = _remove(near, v)
             for w in touched:
-                near[w] |= touched - {w}
+                near[w] |= touched
+                near[w].discard(w)
         for w in touched:
-            heapq.heappush(heap, (_joint_size(near, sizes, w), w))
+            weights[w] = _joint_size(near, sizes, w)
+            heapq.heappush(heap, (weights[w], w))
     return cut, entries
 
 
@@ -216,11 +226,17 @@ def _remove(near: dict[int, set[int]], v: int) -> set[int]:
 
 
 def _joint_size(near: dict[int, set[int]], sizes: dict[int, int], v: int) -> int:
-    return math.prod(sizes[w] for w in near[v]) * sizes[v]
+    size = sizes[v]
+    for w in near[v]:
+        size *= sizes[w]
+    return size
 
 
-def relaxed(problem: Problem, hubs: set[int], store: Store, limit: int = 0) -> tuple[float, list[int]]:
-    """A lower bound, and the values that have it: each reader of a hub may take the hub's value that suits it."""
+def relaxed(
+    problem: Problem, hubs: set[int], store: Store, limit: int = 0, fixed: Mapping[int, int] = NONE
+) -> tuple[float, list[int]]:
+    """A lower bound, and the values that have it: each reader of a hub may take the hub's value that suits it. `fixed`:
+    the values that other variables must have."""
     loose = Problem(list(problem.unary), {}, problem.sums)
     for i in hubs:
         loose.unary[i] = np.array([float(problem.unary[i].min())])
@@ -232,7 +248,7 @@ def relaxed(problem: Problem, hubs: set[int], store: Store, limit: int = 0) -> t
             loose.add(other, _least(store, table, 0 if i in hubs else 1))
         else:
             loose.pairs[i, j] = table
-    values, complete = Elimination(loose, {}, store, limit).run()
+    values, complete = Elimination(loose, dict(fixed), store, limit).run()
     return objective(loose, values) if complete else sum(float(u.min()) for u in problem.unary), values
 
 
@@ -257,12 +273,7 @@ def _with_hubs(
     `turns`: whether others are set aside in turn. `known`: a bound, which is not raised then.
     """
     bound, values = relaxed(problem, set(hubs), store, limit)
-    near: dict[int, list[tuple[int, np.ndarray]]] = {h: [] for h in hubs}
-    for (i, j), table in problem.pairs.items():
-        if i in near:
-            near[i].append((j, table))
-        if j in near:
-            near[j].append((i, table.T))
+    near = readers(problem, hubs)
     best = (math.inf, values)
     seen: set[tuple] = set()
     fixed = _bettered(problem, near, values)
@@ -271,10 +282,27 @@ def _with_hubs(
         values, _ = Elimination(problem, fixed, store, limit).run()
         fixed = _bettered(problem, near, values)
         best = min(best, (objective(problem, values), list(values)), key=lambda b: b[0])
+    if known is None and best[0] - bound > ENOUGH * abs(bound):
+        best, raised = _branched(problem, hubs, best, store, limit)
+        bound = max(bound, raised)
     bound = _raised(problem, likely, best[0], bound, store, limit) if known is None else max(bound, known)
     if turns:
         best = _in_turn(problem, hubs, best, bound, store, limit)
     return Solution(best[1], best[0], min(bound, best[0]))
+
+
+def _branched(
+    problem: Problem, hubs: list[int], best: tuple[float, list[int]], store: Store, limit: int
+) -> tuple[tuple[float, list[int]], float]:
+    """Values of the hubs in turn, where time allows for as many as there are."""
+    nodes = min(NODES, BRANCHED // max(_cut(problem, hubs, limit)[1], 1))
+    if sum(len(problem.unary[h]) for h in hubs) > nodes:
+        return best, -math.inf
+
+    def bounded(fixed: Mapping[int, int]) -> tuple[float, list[int]]:
+        return relaxed(problem, set(hubs) - fixed.keys(), store, limit, fixed)
+
+    return branched(problem, hubs, bounded, best, ENOUGH, nodes)
 
 
 def _in_turn(
