@@ -66,7 +66,7 @@ def _head(plan: Plan, title: str) -> Iterator[str]:
         ("calls", str(len(plan.choices))),
         ("parameters", str(len(plan.resting))),
     ]
-    rows += [("how far from the best", gap_text(plan.gap))] if plan.gap is not None else []
+    rows += [("how far from the best", gap_text(plan.gap, len(plan.decomposed)))] if plan.gap is not None else []
     asked = {k: plan.facts.asked.get(k) for k in ("zero", "memory", "pin")}
     rows += [("a rank holds at most", str(plan.facts.peak))] if plan.facts.peak else []
     rows += [(f"asked: {k}", str(v)) for k, v in asked.items() if v not in (None, {})]

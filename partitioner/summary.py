@@ -55,7 +55,7 @@ def _head(plan: Plan) -> list[str]:
         )
         lines += [f"  a rank holds at most {plan.facts.peak}"] if plan.facts.peak else []
     if plan.gap is not None:
-        lines.append(f"  {gap_text(plan.gap)}")
+        lines.append(f"  {gap_text(plan.gap, len(plan.decomposed))}")
     return lines
 
 
@@ -66,10 +66,11 @@ def _asked(asked: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-def gap_text(gap: float) -> str:
-    if gap < 5e-7:
-        return "no plan of these choices costs less"
-    return f"no plan of these choices costs less than {1 / (1 + gap):.2%} of this one"
+def gap_text(gap: float, written: int) -> str:
+    """How far from the best; `written`: how many calls were written out. The bound has each of those at its least."""
+    less = "" if gap < 5e-7 else f" than {1 / (1 + gap):.2%} of this one"
+    said = f"no plan of these choices costs less{less}"
+    return said if written < 2 else f"{said}, save for what the {written} calls written out could share with each other"
 
 
 def _sent(plan: Plan) -> list[str]:

@@ -78,6 +78,8 @@ def test_planning_leaves_the_graph_as_it_was(op: Op):
     graph = captured(16384, 512, 8192, op)
     names, first = calls(graph), planned(graph, {"dp": 2, "x": 4})
     assert first.decomposed and calls(graph) == names
+    said = f"save for what the {len(first.decomposed)} calls written out could share"
+    assert (said in first.summary()) == (len(first.decomposed) > 1) == (op is variances)
     assert planned(graph, {"dp": 2, "x": 4}).to_text() == first.to_text()
 
 
