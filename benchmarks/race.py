@@ -6,9 +6,9 @@
 
 Every mode starts from the same weights, sees the same global batches and steps a fused AdamW. The modes take turns, a
 few steps each, round after round, so that a ratio compares the same minutes of one machine. Read ratios, not times; CPU
-time is steadier than wall time, and blind to waiting. `peak MB`: of tensors that Python or a dispatch mode sees, what
-is held between steps and what a step adds at most; what C++ alone holds (DDP's buckets) is not seen. `loss` is the
-global loss after 5 updates: all modes must agree.
+time is steadier than wall time, and blind to waiting. `peak MB`: what tensors hold between steps, gradients not among
+them, and the most that a step adds by torch's own count of its allocator; what C++ alone holds between steps (DDP's
+buckets, a gradient's size each) is not seen. `loss` is the global loss after 5 updates: all modes must agree.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import csv
 import datetime
 import gc
+import itertools
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
@@ -26,7 +27,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from meshwright.partitioner.allocations import Storages
 from race_model import SIZES, Config
 from race_modes import MODES as PLAIN
 from race_modes import Job
@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 MODES = PLAIN | PIPELINES | ON_FOUR
 WARM_UP, COUNTED = 6, 1  # steps before timing: 5 updates and the loss that follows, then one whose bytes are counted
@@ -115,14 +116,16 @@ def live() -> dict[int, torch.Tensor]:
 
 def peak_bytes(job: Job, config: Config, others: set[int]) -> float:
     """What a rank holds in a step beside what others hold: between steps, and most of what the step makes."""
-    held = live()
-    rest = sum(x.untyped_storage().nbytes() for at, x in held.items() if at not in others)
-    seen = Storages(held.values())
-    del held
+    for x in gc.get_objects():
+        if issubclass(type(x), torch.nn.Parameter):
+            x.grad = None  # which the step would begin with: what the profiler did not see come it does not see go
+    rest = sum(x.untyped_storage().nbytes() for at, x in live().items() if at not in others)
     x, y = batch(config, WARM_UP)
-    with seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         job.step(x, y)
-    return max(from_all(rest + seen.peak)) / 1e6
+    changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    changes.sort(key=lambda e: e.start_ns())
+    return max(from_all(rest + max(itertools.accumulate(e.nbytes() for e in changes), default=0))) / 1e6
 
 
 def timed_step(job: Job, config: Config, index: int, times: Times) -> None:

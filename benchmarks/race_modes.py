@@ -74,7 +74,10 @@ class Ours(Job):
         self.compiled = mw.compile(build(config), mesh, **example, loss=lm_loss, optimizer=adamw, **options)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float | None:
-        return float(self.compiled.step(x, target=y))
+        loss = float(self.compiled.step(x, target=y))
+        if self.compiled.steps == 1:
+            self.compiled.model.to("meta")  # its values were read; peers train the model itself
+        return loss
 
 
 def fused_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

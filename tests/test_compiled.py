@@ -323,3 +323,22 @@ class Nothing(nn.Module):
 
     def forward(self, x):
         self.linear(x)
+
+
+def test_the_model_as_given_may_be_let_go_of_once_it_is_placed(tmp_path: Path):
+    """Its values are read once: on the meta device it takes no memory, and all else goes on as before."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 6), torch.randint(0, 5, (6,))
+    first = Norms()
+    both = [mw.compile(m, mesh({"dp": 2}), optimizer=sgd()) for m in (first, copy.deepcopy(first))]
+    for compiled in both:
+        compiled.step(x=x, y=y)
+    both[0].model.to("meta")
+    for compiled in both:
+        compiled.step(x=x, y=y)
+        compiled.step(x=x[:4], y=y[:4])  # captured again
+        compiled.verify(x=x, y=y)
+        compiled.save(tmp_path)
+        compiled.load(tmp_path)
+    kept, gone = ({**c.gather("params"), **c.gather("buffers"), **c.state_dict()} for c in both)
+    assert all(torch.equal(value, gone[name]) for name, value in kept.items())
