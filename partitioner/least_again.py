@@ -37,7 +37,7 @@ from .saved import base, saved_values
 RUNS = 8
 """Blocks that are alike are taken together so that there are at most about so many runs of them."""
 
-NODES, GAP = 2000, 1e-4
+NODES, GAP = 300, 1e-3
 """HiGHS stops after so many nodes, or so near to the least: both the same on every rank, which a time would not be."""
 
 
@@ -121,6 +121,8 @@ class LeastAgain:
     def within(self, limit: float) -> frozenset[str] | None:
         """Names of the values to be made again, so that those kept, and what one block makes again, take at most
         `limit` bytes; None where nothing does."""
+        if not self.runs:
+            return None
         milp = _Milp(self.often, limit)
         for run in self.runs:
             milp.add(run[0], len(run), {i for i, v in enumerate(run[0].values) if v.name in self.forced})
