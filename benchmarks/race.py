@@ -123,7 +123,8 @@ def peak_bytes(job: Job, config: Config, others: set[int]) -> float:
     x, y = batch(config, WARM_UP)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         job.step(x, y)
-    changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events: Any = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [e for e in events if e.name() == "[memory]"]
     changes.sort(key=lambda e: e.start_ns())
     return max(from_all(rest + max(itertools.accumulate(e.nbytes() for e in changes), default=0))) / 1e6
 

@@ -22,7 +22,11 @@ from typing import Any
 import torch
 import torch._functorch.config as config
 import torch.fx as fx
-from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import (
+    aot_function,
+    make_boxed_func,  # type: ignore[attr-defined]
+    min_cut_rematerialization_partition,
+)
 from meshwright.partitioner.capture import capture
 from meshwright.partitioner.fit import _ladder, _local
 from meshwright.partitioner.graph import Graph
@@ -111,13 +115,14 @@ def theirs(model: Any, batch: dict[str, torch.Tensor], budget: float) -> tuple[i
         params = dict(model.named_parameters()) | dict(model.named_buffers())
         aot_function(lambda p, given: functional_call(model, p, (), given), **split)(params, batch).backward()
     forward, backward = (g.graph for g in graphs)
-    (out,) = forward.output_node().args[0][:1]
-    saved = [x for x in forward.output_node().args[0] if isinstance(x, fx.Node)]
+    given_out: Any = forward.output_node().args[0]
+    left: Any = backward.output_node().args[0]
+    out, saved = given_out[0], [x for x in given_out if isinstance(x, fx.Node)]
     by_name = {x.name: x for x in saved}
     sources = {n: by_name[n.name] for n in backward.nodes if n.op == "placeholder" and n.name in by_name}
     nodes = [n for g in (forward, backward) for n in g.nodes if n.op != "output"]
     given = {n for n in nodes if n.op == "placeholder" and n not in sources}
-    grads = {x for x in backward.output_node().args[0] if isinstance(x, fx.Node)}
+    grads = {x for x in left if isinstance(x, fx.Node)}
     return peak(nodes, given, grads | {out}, sources), sum(map(flops, nodes))
 
 

@@ -1,4 +1,4 @@
-"""Which values of forward are not kept for backward, as the user asked; `least_again.py` chooses where nothing was said.
+"""Which values of forward are not kept for backward, as the user asked; else `least_again.py` chooses.
 
     full          in every block (`blocks.py`) what only the block itself reads: its inputs are kept, as are all values
                   made outside of blocks
