@@ -34,8 +34,9 @@ from .keep import Families, names_of, saved_by_pins
 from .plan import Plan
 from .saved import base, saved_values
 
-RUNS = 8
-"""Blocks that are alike are taken together so that there are at most about so many runs of them."""
+RUNS, MOST = 8, 32
+"""Blocks that are alike are taken together so that there are at most about so many runs of them; where there are more than
+`MOST`, since neighbours differ, the programme would be too wide, and there is no choice."""
 
 NODES, GAP = 300, 1e-3
 """HiGHS stops after so many nodes, or so near to the least: both the same on every rank, which a time would not be."""
@@ -120,8 +121,8 @@ class LeastAgain:
 
     def within(self, limit: float) -> frozenset[str] | None:
         """Names of the values to be made again, so that those kept, and what one block makes again, take at most
-        `limit` bytes; None where nothing does."""
-        if not self.runs:
+        `limit` bytes; None where nothing does, or there are too many runs."""
+        if not 0 < len(self.runs) <= MOST:
             return None
         milp = _Milp(self.often, limit)
         for run in self.runs:
