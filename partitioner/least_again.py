@@ -35,8 +35,8 @@ from .plan import Plan
 from .saved import base, saved_values
 
 RUNS, MOST = 8, 32
-"""Blocks that are alike are taken together so that there are at most about so many runs of them; where there are more than
-`MOST`, since neighbours differ, the programme would be too wide, and there is no choice."""
+"""Blocks that are alike are taken together so that there are at most about so many runs of them; where there are more
+than `MOST`, since neighbours differ, the programme would be too wide, and there is no choice."""
 
 NODES, GAP = 300, 1e-3
 """HiGHS stops after so many nodes, or so near to the least: both the same on every rank, which a time would not be."""
