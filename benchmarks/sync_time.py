@@ -27,9 +27,9 @@ KS = (1, 2, 4)
 SEED = 1
 
 
-def variants(only: str | None) -> list[tuple[str, int | None]]:
+def variants(only: str | None, k: int | None) -> list[tuple[str, int | None]]:
     found = [(s, k) for s in SYNCS for k in (KS if s.startswith("k-") else (None,))]
-    return [v for v in found if only is None or v[0] in only.split(",")]
+    return [v for v in found if (only is None or v[0] in only.split(",")) and k in (None, v[1])]
 
 
 def made(sync: Any, world: int, k: int | None = None) -> Any:
@@ -73,22 +73,28 @@ def main(
     mean: float = 0.4,
     seconds: float = 12.0,
     only: str | None = None,
+    k: int | None = None,
+    delay: str | None = None,
 ) -> None:
-    """Under torchrun: each variant for about so many seconds, at this mean delay; writes and prints a row each."""
+    """Under torchrun: each variant for about so many seconds, at this mean delay; writes and prints a row each.
+
+    Args: only, k, delay: those variants, that K, that of the two delays.
+    """
     delays = {"exponential": mw.Delay(mean=mean), "shifted": mw.Delay(mean=mean / 2, shift=mean / 2)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world, rows = dist.get_rank(), dist.get_world_size(), []
-    for (name, delay), (sync, k) in itertools.product(delays.items(), variants(only)):
-        long_run = expected(sync, k, world, delay)
+    chosen = [(name, of) for name, of in delays.items() if delay in (None, name)]
+    for (name, drawn), (sync, first) in itertools.product(chosen, variants(only, k)):
+        long_run = expected(sync, first, world, drawn)
         count = max(8, round(seconds / long_run))
-        run = lock_step(rank, world, delay, count) if sync == "sync" else served(sync, k, rank, world, delay, count)
+        run = lock_step(rank, world, drawn, count) if sync == "sync" else served(sync, first, rank, world, drawn, count)
         dist.barrier()
         if rank == 0:
-            clock = [u.time for u in itertools.islice(updates(sync, world, k, delay, SEED), count)]
+            clock = [u.time for u in itertools.islice(updates(sync, world, first, drawn, SEED), count)]
             took, want = ((t[-1] - t[0]) / (count - 1) for t in (run, clock))
             figures = (took, want, long_run, took / want)
-            rows.append([name, sync, k or "", count, *(f"{x:.4f}" for x in figures)])
+            rows.append([name, sync, first or "", count, *(f"{x:.4f}" for x in figures)])
             print(*rows[-1], flush=True)
     if rank == 0:
         with csv_path.open("w", newline="") as file:

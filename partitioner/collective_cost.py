@@ -35,8 +35,8 @@ Levels = tuple[tuple[int, Link], ...]
 """(ranks, link) of each level of a group."""
 
 KINDS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "halo"})
-MESSAGES = frozenset({"message", "messages"})
-"""What hand-written collectives are priced by: one message alone, and one of each rank to the next at once."""
+MESSAGES = frozenset({"message", "stream", "messages", "buffer"})
+"""What hand-written collectives are priced by (`hand_cost`)."""
 _HANDED = frozenset({"permute", "halo"}) | MESSAGES
 _IN_SWITCH = frozenset({"all_gather", "all_reduce", "reduce_scatter"})
 Straight = tuple[tuple[float, float], ...]

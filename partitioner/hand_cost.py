@@ -4,19 +4,22 @@
 
 Of a round the slowest link that it uses counts, with the `latency` and `bandwidth` of `hardware.Link`. A wire carries
 both directions at once. Where `mw.calibrate` measured messages, ranks of one machine may send and copy with the same
-few cores, and a message is work, not delay:
+few cores, and a message is work as well as delay:
 
-    seconds = sum over rounds of  max(over members: the sum of alone(bytes) of its messages out, or in,
-                                      the sum of at_once(bytes) of all messages / members)
+    seconds = buffer(n) + sum over rounds of  max(over members: message(bytes) of one of its messages out, or in, and
+                                                              stream(bytes) of each of the others,
+                                                  the sum of messages(bytes) of all messages / members)
 
-`alone`: one message, while nobody else sends; `at_once`: one of each rank to the next.
+`message`: one, from one rank to another, until it has arrived and been added, while nobody else sends; `stream`: the
+same, one after another in one direction, nobody waiting for an answer; `messages`: one of each rank to the next at
+once, so k of them; `buffer`: what a rank copies at the start into memory that messages may go from and to.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from .collective_programs import ALGORITHMS, HandProgram, hand_program, servers_of
+from .collective_programs import ALGORITHMS, HandProgram, Message, hand_program, servers_of
 from .hardware import Link
 from .mesh import Mesh
 
@@ -38,17 +41,32 @@ def hand_seconds(program: HandProgram, levels: Levels, nbytes: float) -> float:
 
 
 def _measured(program: HandProgram, levels: Levels, nbytes: float) -> float:
-    total = 0.0
+    total = max(_seconds(link, "buffer", nbytes) for _, link in levels)
     for messages in program.rounds:
-        out, into, every = [0.0] * program.members, [0.0] * program.members, 0.0
+        busy, every = _Busy(program.members), 0.0
         for m in messages:
             link, share = levels[_level(m.source, m.to, levels)][1], nbytes * len(m.chunks) / program.chunks
-            alone = _seconds(link, "message", share)
-            out[m.source] += alone
-            into[m.to] += alone
+            busy.add(m, _seconds(link, "message", share), _seconds(link, "stream", share))
             every += _seconds(link, "messages", share)
-        total += max(*out, *into, every / program.members)
+        total += max(busy.longest(), every / program.members)
     return total
+
+
+class _Busy:
+    """How long the members of a round take for what they send, and for what they receive."""
+
+    def __init__(self, members: int):
+        self.more = [[0.0] * members for _ in range(2)]
+        self.first = [[0.0] * members for _ in range(2)]
+
+    def add(self, message: Message, alone: float, further: float) -> None:
+        for way, member in enumerate((message.source, message.to)):
+            self.more[way][member] += further
+            self.first[way][member] = max(self.first[way][member], alone - further)
+
+    def longest(self) -> float:
+        both = [(self.first[way], self.more[way]) for way in range(2)]
+        return max(a + b for first, more in both for a, b in zip(first, more, strict=True))
 
 
 def _seconds(link: Link, kind: str, nbytes: float) -> float:

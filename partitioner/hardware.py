@@ -63,7 +63,7 @@ class Link:
     @property
     def has_messages(self) -> bool:
         """Whether single messages were measured, by which hand-written collectives are priced."""
-        return {"message", "messages"} <= dict(self.own).keys()
+        return {"message", "stream", "messages", "buffer"} <= dict(self.own).keys()
 
     def switch_of(self, kind: str) -> Line | None:
         """The line of the switch for a kind of collective: measured kinds have it among their own lines."""

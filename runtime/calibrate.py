@@ -69,7 +69,9 @@ def calibrate(mesh: Any, path: str | os.PathLike[str] | None = None) -> Calibrat
 def _calibration(
     mesh: Mesh, rates: DeviceRates, sweeps: dict[str, dict[str, list[tuple[float, float]]]]
 ) -> Calibration:
-    links = tuple(MeasuredLink(a, mesh.sizes[a], _link(mesh.link[a], mesh.sizes[a], of)) for a, of in sweeps.items())
+    links = tuple(
+        MeasuredLink(a, mesh.sizes[a], measured_link(mesh.link[a], mesh.sizes[a], of)) for a, of in sweeps.items()
+    )
     return Calibration(_device(mesh.device, rates), links)
 
 
@@ -84,7 +86,8 @@ def _device(preset: Device, rates: DeviceRates) -> Device:
     )  # fmt: skip
 
 
-def _link(preset: Link, ranks: int, sweeps: dict[str, list[tuple[float, float]]]) -> Link:
+def measured_link(preset: Link, ranks: int, sweeps: dict[str, list[tuple[float, float]]]) -> Link:
+    """The preset with lines fitted to {kind: [(bytes sent, seconds)]} of so many ranks."""
     step = min(seconds for _, seconds in sweeps["permute"])
     own = {}
     for kind in sweeps:

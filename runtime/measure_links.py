@@ -21,7 +21,8 @@ from .comm import Comm, Expect, Post, Program, Start, Wait
 from .measure_device import finish
 
 KINDS = ("permute", "all_gather", "all_reduce", "reduce_scatter", "all_to_all")
-HAND = ("message", "messages")
+HAND = ("message", "stream", "messages", "buffer")
+"""What hand-written collectives are made of: `hand_cost` says what each is."""
 _POINTS, _BATCHES = 8, 16
 _LARGEST = {"cpu": 2**23, "cuda": 2**28}
 _SMALLEST, _REPEATS, _REPEATED = 2**12, 4, 2**21
@@ -45,7 +46,7 @@ def measure_axis(comm: Comm, mesh: Mesh, axis: str, device: torch.device) -> lis
     sizes = [round(_SMALLEST * (_LARGEST[device.type] / _SMALLEST) ** (i / (_POINTS - 1))) for i in range(_POINTS)]
     wholes = [-(-size // (4 * k)) * 4 * k for size in sizes]  # float32 elements that divide among the ranks
     cases = [Case(kind, n, ring_bytes(kind, n, k)) for kind in kinds_on(device) for n in wholes]
-    comm.run([_program(mesh, axis, rank, cases, device) for rank in comm.ranks])
+    comm.run([sweep(mesh, axis, rank, cases, device) for rank in comm.ranks])
     if len(comm.ranks) > 1:
         for case in cases:
             case.seconds = [s / mesh.world_size for s in case.seconds]
@@ -64,7 +65,8 @@ def ring_bytes(kind: str, nbytes: int, ranks: int) -> float:
     return nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
 
 
-def _program(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.device) -> Program:
+def sweep(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.device) -> Program:
+    """Times the cases on one rank, one after another, into their `seconds`: a batch for each of these."""
     index, group = mesh.coord(rank)[axis], mesh.group((axis,), rank)
     for case in cases:
         transfer, elements = None, case.nbytes // 4
@@ -72,31 +74,45 @@ def _program(mesh: Mesh, axis: str, rank: int, cases: list[Case], device: torch.
             transfer, elements = transfer_for(case.kind, axis, index, mesh.sizes[axis], case.nbytes // 4)
         x = torch.zeros(elements, device=device)
         repeats = max(1, min(_REPEATS, _REPEATED // case.nbytes))
-        for batch in range(_BATCHES + 1):
+        for batch in range(len(case.seconds) + 1):
             count = repeats if batch else 1  # one call warms up
             finish(device)
             start = time.perf_counter()
             for _ in range(count):
                 if transfer is not None:
                     yield Wait((yield Start((transfer,), (x,))))
+                elif case.kind == "buffer":
+                    x.clone()
                 else:
-                    yield from _messages(group, index, x, case.kind == "message")
+                    yield from _messages(case.kind, group, index, x)
             finish(device)
-            taken = (time.perf_counter() - start) / count
+            taken = (time.perf_counter() - start) / (count * (2 if case.kind == "message" else 1))
             if batch:
                 case.seconds[batch - 1] = max(taken, case.seconds[batch - 1])
 
 
-def _messages(group: Sequence[int], index: int, x: torch.Tensor, alone: bool) -> Generator[Any, Any, None]:
-    """One from the first member to the second, or of each to the next at once, as hand-written collectives send."""
-    k, coming, going = len(group), None, None
-    if index == 1 or not alone:
-        coming = yield Expect(group[index - 1], ((tuple(x.shape), x.dtype),), "calibrating")
-    if index == 0 or not alone:
-        going = yield Post(group[(index + 1) % k], (x,), "calibrating")
-    for handle in (coming, going):
-        if handle is not None:
-            yield Wait(handle)
+def _messages(kind: str, group: Sequence[int], index: int, x: torch.Tensor) -> Generator[Any, Any, None]:
+    """As hand-written collectives send: a message to the second member and one back; one to it; of each to the next."""
+    k = len(group)
+    if kind == "messages":
+        yield from _exchange(x, group[(index + 1) % k], group[index - 1])
+    if kind != "messages" and index < 2:
+        yield from _exchange(x, *((group[1], None) if index == 0 else (None, group[0])))
+    if kind == "message" and index < 2:
+        yield from _exchange(x, *((None, group[1]) if index == 0 else (group[0], None)))
+
+
+def _exchange(x: torch.Tensor, to: int | None, source: int | None) -> Generator[Any, Any, None]:
+    """Send, or receive and add, or both at once."""
+    coming = going = None
+    if source is not None:
+        coming = yield Expect(source, ((tuple(x.shape), x.dtype),), "calibrating")
+    if to is not None:
+        going = yield Post(to, (x,), "calibrating")
+    if coming is not None:
+        x.add_((yield Wait(coming))[0])
+    if going is not None:
+        yield Wait(going)
 
 
 def transfer_for(kind: str, axis: str, index: int, k: int, n: int) -> tuple[Transfer, int]:

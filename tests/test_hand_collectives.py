@@ -237,10 +237,16 @@ def test_prices():
 
 def test_prices_by_measured_messages():
     """On cores that all ranks share, what counts is all that is sent; a rank alone has a core of its own at most."""
-    own = (("message", (Line(1e-3, 0.0, 1e9),)), ("messages", (Line(2e-3, 0.0, 5e8),)))
+    lines = {"message": (1e-3, 1e9), "stream": (5e-4, 2e9), "messages": (2e-3, 5e8), "buffer": (0.0, 4e9)}
+    own = tuple((kind, (Line(start, 0.0, rate),)) for kind, (start, rate) in lines.items())
     one = ((4, dataclasses.replace(LINKS["loopback"], own=own)),)
-    prices = {n: hand_seconds(hand_program(n, "all_reduce", (4,)), one, 0) for n in ("tree", "halving", "ring")}
-    assert prices == pytest.approx({"tree": 6e-3, "halving": 8e-3, "ring": 12e-3})  # 1 + 2 + 2 + 1; 4 and 6 rounds of 2
-    large = {n: hand_seconds(hand_program(n, "all_reduce", (4,)), one, 1e9) for n in ("tree", "server", "ring")}
-    assert large["ring"] == pytest.approx(12e-3 + 3.0) and large["tree"] == pytest.approx(6e-3 + 6.0)
-    assert large["server"] == pytest.approx(large["tree"])
+    names = ("tree", "server", "halving", "ring")
+    prices = {n: hand_seconds(hand_program(n, "all_reduce", (4,)), one, 0) for n in names}
+    # ms: 1 to and from the leaf, 1.5 where the root has two; 1 and twice 0.5, each way; 4 and 6 rounds of 2
+    assert prices == pytest.approx({"tree": 5e-3, "server": 4e-3, "halving": 8e-3, "ring": 12e-3})
+    large = {n: hand_seconds(hand_program(n, "all_reduce", (4,)), one, 1e9) for n in names}
+    # seconds: 0.25 copied first; all messages at once send 2 each of 6 and of 4 rounds
+    assert large["ring"] == pytest.approx(12e-3 + 0.25 + 3.0)
+    assert large["halving"] == pytest.approx(8e-3 + 0.25 + 3.0)
+    assert large["tree"] == pytest.approx(5e-3 + 0.25 + 2 * (1.0 + 1.5))
+    assert large["server"] == pytest.approx(4e-3 + 0.25 + 2 * 2.0)

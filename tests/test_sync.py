@@ -138,6 +138,40 @@ def test_async_is_k_async_and_k_batch_async_of_one():
     assert any(max(s.staleness) > 0 for s in one[1])
 
 
+def errors(sync: str, seed: int, seconds: float = 120.0) -> list[tuple[float, float]]:
+    """(virtual time, F - least F) of every update: least squares over 100 rows under noise, mini-batches of 2."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 6, generator=draw)
+    y = x @ torch.ones(6, 1) + torch.randn(100, 1, generator=draw)
+    least = F.mse_loss(x @ torch.linalg.lstsq(x, y).solution, y)
+    model = nn.Linear(6, 1, bias=False)
+    nn.init.zeros_(model.weight)
+
+    def batch(worker: int, number: int) -> tuple[tuple, Any]:
+        rows = torch.randint(0, 100, (2,), generator=torch.Generator().manual_seed(1000 * (8 * seed + worker) + number))
+        return (x[rows],), y[rows]
+
+    server = mw.ParameterServer(
+        model, batch, workers=P, sync=sync, loss=F.mse_loss, seed=seed,
+        optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
+    )  # fmt: skip
+    with torch.no_grad():
+        return [(s.time, float(F.mse_loss(model(x), y) - least)) for s in server.run(seconds=seconds)]
+
+
+def test_async_falls_faster_and_to_a_higher_floor():
+    """The published trade-off at one learning rate: the floors differ by more than the seeds do."""
+    fast, floor = {}, {}
+    for sync in ("sync", "async"):
+        runs = [errors(sync, seed) for seed in range(3)]
+        fast[sync] = [min(error for time, error in run if time < 12) for run in runs]
+        late = [[error for time, error in run if time > 60] for run in runs]
+        floor[sync] = [sum(of) / len(of) for of in late]
+    assert max(fast["async"]) < min(fast["sync"])
+    spread = max(max(of) - min(of) for of in floor.values())
+    assert min(floor["async"]) > max(floor["sync"]) + spread, floor
+
+
 def test_a_run_repeats_bit_for_bit():
     assert same(trained(sync="k-async", k=2), trained(sync="k-async", k=2))
     assert not same(trained(sync="k-async", k=2), trained(sync="k-async", k=2, seed=5))
