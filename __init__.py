@@ -36,7 +36,7 @@ from .passes.laws import check_peak
 from .passes.lower import lower
 from .runtime.calibrate import calibrate
 from .runtime.checkpoint_files import CheckpointError
-from .runtime.checks import check_call, check_options, check_search, check_target, under_first_names
+from .runtime.checks import check_call, check_options, check_search, check_target, check_written, under_first_names
 from .runtime.compiled import Compiled
 from .runtime.launch import check_by_hand, check_world, device_here, launched, mesh_here
 from .runtime.optimizer import clip_grad_norm as _clip
@@ -167,6 +167,7 @@ def compile(
             backward=request.form != "forward", batch_dims=batch_dims, precision=low,
             fused=wanted(fuse, mesh.device.name),
         )  # fmt: skip
+        check_written(graph)
         now = compiled.optimizer.offload if compiled.optimizer else asked_away  # "auto" may have been decided
         return replace(graph, away=away(model, now))
 
@@ -333,7 +334,8 @@ def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch
             got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             whose = "" if loss is not None else f" from a model that returns {kind_of(output)}"
             raise PlanError(
-                f"step needs a 0-d loss; got {got}{whose}. Pass loss=callable(output) or callable(output, target)"
+                f"step needs a 0-d loss; got {got}{whose}. Pass loss=callable(output) or callable(output, "
+                f"target); in a loop of your own call the compiled model, and leave out args= of compile"
             )
         if not value.requires_grad:
             raise PlanError(
@@ -347,4 +349,6 @@ def _loss(loss: Callable | None, request: Request) -> Callable[[Any, Any], torch
 
 def clip_grad_norm_(compiled: Compiled, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before, as torch does."""
+    if not isinstance(compiled, Compiled):
+        raise PlanError(f"clip_grad_norm_ takes the compiled model, whose norm it is, not {type(compiled).__name__}")
     return _clip(compiled._have_state(), max_norm, norm_type)

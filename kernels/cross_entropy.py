@@ -175,7 +175,7 @@ def cross_entropy(
     if tuple(input.shape[:classes] + input.shape[classes + 1 :]) != tuple(target.shape):
         raise ValueError(f"targets of shape {tuple(target.shape)} do not fit an input of {tuple(input.shape)}")
     rows = input.movedim(classes, -1).reshape(-1, input.shape[classes])
-    flat = target.reshape(-1)
+    flat = target.reshape(-1).long()
     losses, weights = _rows(rows, flat, weight, ignore_index, label_smoothing)
     if reduction == "none":
         return losses.reshape(target.shape)

@@ -43,7 +43,12 @@ class Lifted(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call: Any = self.call
-        return call([getattr(self, flat) for flat in self.names], tensors)
+        out = call([getattr(self, flat) for flat in self.names], tensors)
+        flat = {name: flat for flat, name in self.names.items()}
+        with torch.no_grad():
+            for name, t in call.changes.buffers.items():
+                getattr(self, flat[name]).copy_(t)
+        return out
 
 
 class _Lines(TorchFunctionMode):

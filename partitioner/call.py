@@ -11,10 +11,11 @@ import torch.fx as fx
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
+from .errors import CaptureError
 from .graph import Role
 from .outputs import TENSOR, Traced, as_trees, unaliased
 from .precision import Precision, call, lowered
-from .with_tensors import call_with
+from .with_tensors import Changes, call_with, unchanged
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Call:
         params: how many of them are parameters.
         tensors: the tensors of the call, in the order of `pytree.tree_leaves((args, kwargs, target))`.
         traced: what the last trace found of the output's form.
+        changes: what the last trace found that the program sets in its modules.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Call:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs, target))
         self.places = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
         self.tensors: list[torch.Tensor] = [self.leaves[i] for i in self.places]
-        self.traced = Traced()
+        self.traced, self.changes = Traced(), Changes()
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -79,15 +81,36 @@ class Call:
         args, kwargs, target = pytree.tree_unflatten(filled, self.spec)
         tied: Any = dict(zip(self.held, held, strict=True))
         program: Any = self.program
+        changes = self.changes = Changes()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return call_with(program, tied, args, kwargs)
+            return call_with(program, tied, args, kwargs, changes)
 
-        out = call(self.precision, run, args, kwargs, target, self.loss)
+        with unchanged(program, changes):
+            out = call(self.precision, run, args, kwargs, target, self.loss)
         leaves, self.traced.spec = pytree.tree_flatten(as_trees(out))
         leaves = unaliased(leaves, tensors)
         self.traced.leaves = tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
+        self._check_buffers()
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+    def _check_buffers(self) -> None:
+        """What a buffer is bound to must be able to take its place in the next step."""
+        for name, t in list(self.changes.buffers.items()):
+            if name not in self.held:  # None before
+                self.changes.values.append(name)
+                del self.changes.buffers[name]
+                continue
+            old = self.held[name]
+            if t.shape != old.shape or t.dtype != old.dtype:
+                raise CaptureError(
+                    f"forward binds buffer {name}, {_form(old)}, to {_form(t)}: in the compiled program it keeps its "
+                    f"shape and dtype. Make it of its final size, and write into it"
+                )
+
+
+def _form(t: torch.Tensor) -> str:
+    return f"{t.dtype} {list(t.shape)}"
 
 
 def _copy(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -101,5 +124,5 @@ def grad_role(of: Role) -> Role:
 
 
 def update_role(of: Role) -> Role:
-    """The output that is the value of an input after the call changed it in place."""
+    """The output that is the value of an input after the call changed it in place, or bound a buffer to it."""
     return Role("new_buffer" if of.kind == "buffer" else "new_input", of.name)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.fx as fx
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
@@ -28,7 +29,7 @@ from .batch import batch_of
 from .call import Call, Joint
 from .canonical import clean, place_random_ops, start_from_loss
 from .collection import no_collection
-from .errors import CaptureError
+from .errors import CaptureError, MeshwrightError
 from .fuse import fuse, notes_of
 from .graph import Graph
 from .known import known_modules
@@ -48,6 +49,11 @@ SWAPS: dict[Callable, Callable] = {
 """Functions replaced during capture, so that what they compute stays one op."""
 
 _NAMES = ("scaled_dot_product_attention", "cross_entropy", "linear_cross_entropy", "rms_norm")
+
+_OF_ONE_DTYPE = {
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default, torch.ops.aten.convolution.default,
+}  # fmt: skip
 
 _READERS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__)
 
@@ -94,6 +100,8 @@ def capture(
         found += turned
         graph, roles = joint.graph, joint.inputs
         _refuse_sparse(joint)
+        _check_dtypes(graph)
+        _tell_changes(call, joint)
         if loss is not None:
             roles = start_from_loss(graph, roles, scaled=precision is not None and precision.scaling is not None)
         raise_gradients(graph, joint.outputs, precision, call.masters)
@@ -219,6 +227,8 @@ def _named_faults(program: nn.Module) -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)
     try:
         yield
+    except MeshwrightError:
+        raise
     except compat.DATA_DEPENDENT as fault:
         kind = "shape" if compat.shapes_depend_on_data(fault) else "branch"
         raise CaptureError(
@@ -252,6 +262,37 @@ def _refuse_sparse(joint: Joint) -> None:
                 f"sparse gradient of {role.name!r}: it cannot be sharded or reduced; make the embedding with "
                 f"sparse=False"
             )
+
+
+def _check_dtypes(graph: fx.Graph) -> None:
+    """Fake tensors are multiplied whatever their dtypes; real ones are not."""
+    for node in graph.nodes:
+        if node.target in _OF_ONE_DTYPE:
+            dtypes = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)
+            if len(dtypes) > 1:
+                said = " and ".join(map(str, dtypes))
+                raise CaptureError(
+                    f"{node.target} at {node.meta.get('where') or 'an unknown line'} gets operands of {said}, and "
+                    f"takes one dtype: cast the input (x.to(dtype)) or the model (model.to(dtype)), or use autocast"
+                )
+
+
+def _tell_changes(call: Call, joint: Joint) -> None:
+    """What forward sets in its modules is not there in the next step: an error where a tensor of the graph is replaced,
+    else a warning."""
+    held = {compat.memory(t) for t in joint.constants.values()}
+    for name, t in call.changes.tensors.items():
+        if compat.memory(t) in held:
+            raise CaptureError(
+                f"forward reads the tensor {name} and binds it to another: a graph holds the first one for good. "
+                f"Register it (register_buffer): buffers are carried from step to step"
+            )
+    if call.changes.values:
+        log.warning(
+            "forward sets %s: each step of the compiled program begins with what was there when it was captured. What "
+            "is to be carried from step to step belongs in a buffer",
+            ", ".join(call.changes.values),
+        )
 
 
 def _path_name(path: str) -> str:

@@ -199,6 +199,13 @@ def forbid_reading(out: Any) -> None:
             forbid_reading(x)
 
 
+def memory(t: torch.Tensor) -> Any:
+    """A key of the memory that a tensor lies in; the tensor itself where there is none that can be read."""
+    if is_fake(t) or t.is_meta or t.layout is not torch.strided:
+        return id(t)
+    return t.untyped_storage()._cdata
+
+
 def unwrapped(t: torch.Tensor) -> torch.Tensor:
     if not _torch._is_functional_tensor(t):
         return t

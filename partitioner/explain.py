@@ -183,6 +183,8 @@ def _what(term: Term) -> str:
     some = ", ".join(map(_named, term.values[:2]))
     more = f" and {len(term.values) - 2} more" if len(term.values) > 2 else ""
     is_param = any(v.endswith(term.to) for v in term.values)
+    if not some:  # what no call of the graph makes: a gradient as it goes to where it rests
+        return f"reshard between here and {_named(term.to)}"
     return f"reshard of {some}{more}" + ("" if is_param else f", between here and {_named(term.to)}")
 
 

@@ -59,12 +59,14 @@ class Mesh:
 
     def __init__(
         self,
-        *,
+        *sizes: Any,
         device: str | None = None,
         links: dict[str, str] | None = None,
         calibration: Given = None,
         **axes: int,
     ):
+        if sizes:
+            raise ValueError(f"a mesh has named axes, such as Mesh(dp=2, tp=4); got {', '.join(map(repr, sizes))}")
         bad = {a: n for a, n in axes.items() if not isinstance(n, int) or isinstance(n, bool) or n < 1}
         if bad or not axes:
             given = ", ".join(f"{a}={n!r}" for a, n in axes.items()) or "no axis"

@@ -316,7 +316,7 @@ def _batch_notes(graph: Graph, mesh: Mesh, micro_batches: int) -> list[str]:
             name = graph.input_names[int(role.name)] or "the first input"
             need = micro_batches * math.prod(mesh.sizes[a] for a in axes)
             notes.append(
-                f"batch {n} of {name} cannot be split over {names}: some data ranks do the same work. A batch of at "
+                f"batch {n} of {name} cannot be split over {names}: every data rank computes all of it. A batch of at "
                 f"least {need} uses them all; batch_dims= names the batch dim"
             )
     return notes

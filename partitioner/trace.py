@@ -293,10 +293,13 @@ def _backward(call: Call, tracer: Tracer, inputs: list[torch.Tensor], outputs: t
 
 
 def _updates(call: Call, tracer: Tracer, fakes: list[torch.Tensor], inputs: list[torch.Tensor]) -> Roled:
-    """The new values of the inputs that the call changes in place."""
+    """The new values of the inputs that the call changes in place, and of buffers that it binds to other tensors."""
     found: Roled = []
+    bound = call.changes.buffers
     for role, before, t in zip(call.roles, fakes, inputs, strict=True):
-        if compat.unwrapped(t) is not before:
+        if role.kind == "buffer" and role.name in bound:
+            found.append((update_role(role), bound[str(role.name)]))
+        elif compat.unwrapped(t) is not before:
             if t.grad_fn is not None or t.shape != before.shape:
                 raise Unquick(f"{role} is changed in place, and the gradient goes through the change")
             found.append((update_role(role), t))

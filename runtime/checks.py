@@ -8,10 +8,13 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch.nn as nn
+import torch.utils._pytree as pytree
 
 from ..partitioner.collective_programs import ALGORITHMS, servers_of
-from ..partitioner.errors import PlanError
+from ..partitioner.errors import CaptureError, PlanError
+from ..partitioner.graph import Graph
 from ..partitioner.keep import WORDS
 from ..partitioner.layout import parse
 from ..partitioner.mesh import Mesh
@@ -84,6 +87,9 @@ def check_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], target: An
         named = loss is not None and target is None and takes(loss, 2) and not _misfit(model, args[:-1], kwargs)
         way = "the target of the loss goes by its name: step(x, target=labels)" if named else "see its signature"
         raise PlanError(f"{type(model).__name__}.forward cannot be called so: {why}; {way}")
+    for path, x in pytree.tree_flatten_with_path((args, kwargs, target))[0]:
+        if isinstance(x, np.ndarray):
+            raise PlanError(f"{_named(path)} is an array of numpy: a model is captured on tensors, torch.from_numpy(x)")
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.training and module.momentum is None:
             raise PlanError(
@@ -95,6 +101,27 @@ def check_call(model: nn.Module, args: tuple, kwargs: dict[str, Any], target: An
             raise PlanError(
                 f"parameter {name} has a gradient hook, which a compiled step does not call: change the gradient in "
                 f"the model (a hook of its module, or x * scale), or after backward(), which leaves it in parameters()"
+            )
+
+
+def _named(path: tuple) -> str:
+    """What a path into (args, kwargs, target) leads to."""
+    inner = pytree.keystr(path[1:])
+    if path[0].idx == 2:
+        return "the target" + inner
+    return f"argument {inner[1:-1]}" if len(path) == 2 else f"argument {inner}"
+
+
+def check_written(graph: Graph) -> None:
+    """Raises:
+    CaptureError: forward writes into a parameter.
+    """
+    for role in graph.outputs:
+        if role.kind == "new_input" and isinstance(role.name, str):
+            raise CaptureError(
+                f"forward writes into parameter {role.name}: parameters change between steps alone. Weights that "
+                f"follow others (a teacher's, an average) are buffers; limits to weights belong after the step, or in "
+                f"a parametrization"
             )
 
 
@@ -131,6 +158,13 @@ def under_first_names(model: Any, pin: dict[str, str]) -> dict[str, str]:
     return out
 
 
+def _schedule(name: Any, mesh: Mesh) -> Iterator[str]:
+    if not isinstance(name, str):
+        yield f"schedule={name!r}: give a name, or the text of a schedule"
+    elif name != "auto" and not any(mesh.role(a) == "pipeline" for a in mesh.names):
+        yield f"schedule={name[:40]!r} is of a pipeline; the mesh {mesh} has no axis pp"
+
+
 def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"model must be a torch.nn.Module, not {type(model).__name__}; put a function in a module's forward"
@@ -150,6 +184,7 @@ def _faults(model: Any, mesh: Mesh, given: dict[str, Any]) -> Iterator[str]:
     parts = given["micro_batches"]
     if parts != "auto" and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
         yield f"micro_batches={parts!r}: give a whole number of at least 1, or 'auto'"
+    yield from _schedule(given["schedule"], mesh)
     yield from offload_faults(given["offload"], optimizer)
     if given["recompute"] not in ("auto", "none", "full"):
         what = f"recompute={given['recompute']!r}"
@@ -233,7 +268,8 @@ def _pins(pin: Any, mesh: Mesh) -> Iterator[str]:
         try:
             dims, partial = parse(text)
         except ValueError as fault:
-            yield f"pin {name!r}: {fault}"
+            words = "" if "[" in text else f"; or one of {', '.join(map(repr, sorted(WORDS)))}, 'stage 1'"
+            yield f"pin {name!r}: {fault}{words}"
             continue
         used = [a for dim in dims for axes in dim for a in axes] + [a for a, _ in partial]
         if unknown := sorted(set(used) - set(mesh.names)):

@@ -24,7 +24,7 @@ from .optimizer import Optimizers, clip_grad_norm
 from .planned import Planned
 from .request import Request, Settings
 from .runner import Runner
-from .signature import attributes, changed, signature, text
+from .signature import signature, text
 from .state import State
 
 log = logging.getLogger("meshwright")
@@ -170,12 +170,10 @@ class Compiled(Planned):
 
     def _runner(self, request: Request, runs: bool = True) -> Runner:
         call = (request.args, request.kwargs, request.target)
-        runner = self._runners.get(signature(self.model, request.form, call, self._moving))
+        key = signature(self.model, request.form, call)
+        runner = self._runners.get(key)
         if runner is None:
-            before = attributes(self.model)
-            runner = self._capture(request, text(call))
-            self._moving |= changed(before, attributes(self.model))
-            self._runners[signature(self.model, request.form, call, self._moving)] = runner
+            runner = self._runners[key] = self._capture(request, text(call))
         self._take_pending()
         if runs and self._state is not None:
             self._state.require_values()

@@ -8,6 +8,7 @@ rank makes its own from its shards. The norm of all gradients counts each elemen
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -30,6 +31,10 @@ ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
 )  # fmt: skip
 """Classes of torch.optim whose update of an element depends on that element's gradient and state alone."""
+
+
+_NEEDED = inspect.Parameter.empty
+_FREE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 class RankView:
@@ -177,6 +182,11 @@ def _check(optimizer: Any, state: State, mine: set[int], in_files: bool) -> None
             f"model"
         )
     kind = type(optimizer)
+    if inspect.signature(kind.step).parameters.get("closure", _FREE).default is _NEEDED:
+        raise MeshwrightError(
+            f"{kind.__name__} evaluates the loss itself, by a closure, and a step here is one evaluation: use one of "
+            f"{', '.join(ELEMENTWISE)}"
+        )
     if any(c.__name__ in ELEMENTWISE and c.__module__.startswith("torch.optim") for c in kind.__mro__):
         return
     if in_files:

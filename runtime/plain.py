@@ -35,7 +35,8 @@ def to_plain(value: Any, where: str) -> Any:
         items = [[to_plain(k, where), to_plain(v, f"{where}.{k}")] for k, v in value.items()]
         return {"~": "Counter" if isinstance(value, Counter) else "dict", "of": items}
     raise MeshwrightError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold (nothing is pickled): keep it in data="
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold (nothing is pickled): give "
+        f"numbers, texts, lists and dicts of them"
     )
 
 

@@ -25,6 +25,7 @@ from .placed import Placed
 from .record import Record
 from .request import Settings
 from .runner import Runner
+from .state import aliases_of
 
 
 class Planned(Placed):
@@ -33,7 +34,6 @@ class Planned(Placed):
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device, settings: Settings):
         super().__init__(model, mesh, device, settings)
         self._runners: dict[Any, Runner] = {}
-        self._moving: frozenset[tuple[int, str]] = frozenset()
         self._last: Program | None = None
         self._record: Record | None = None
 
@@ -56,7 +56,7 @@ class Planned(Placed):
 
     def explain(self, name: str) -> str:
         """Why a call, a module or a parameter is as it is."""
-        return explain(self.plan, name)
+        return explain(self.plan, aliases_of(self.model).get(name, name))
 
     def dump(self, folder: str | Path) -> None:
         """Write the plan (text, JSON), the program after each pass, its DOT graph and each rank's generated code."""

@@ -76,4 +76,6 @@ def kind_of(output: Any) -> str:
     """What a model returns, for messages."""
     if isinstance(output, dict):
         return f"a dict of {', '.join(map(repr, output))}"
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
     return "None" if output is None else f"a {type(output).__name__}"

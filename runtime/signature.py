@@ -1,7 +1,7 @@
 """When two calls can share one captured program: the same modes, the same shapes, the same plain values.
 
 Plain values are those of the call and the public attributes of modules (a temperature, the weight of a loss): a graph
-holds them as constants. An attribute that capture itself changes, as a forward that counts its calls does, is not one.
+holds them as constants. What forward itself sets is taken back after capture (`with_tensors.py`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 
-def signature(model: nn.Module, form: str, call: Any, moving: frozenset[tuple[int, str]] = frozenset()) -> tuple:
-    """A hashable key of a call of `model` with `call` (any tree of tensors and plain values).
-
-    moving: attributes that do not count, as (place of the module, name).
-    """
+def signature(model: nn.Module, form: str, call: Any) -> tuple:
+    """A hashable key of a call of `model` with `call` (any tree of tensors and plain values)."""
     leaves, spec = pytree.tree_flatten(call)
     modes = tuple((m.training, *map(tuple, _hooks(m))) for m in model.modules())
     trained = tuple(p.requires_grad for p in model.parameters())
-    held = tuple(item for item in attributes(model).items() if item[0] not in moving)
-    return (form, modes, trained, held, _autocast(), str(spec), tuple(map(_key, leaves)))
+    return (form, modes, trained, _attributes(model), _autocast(), str(spec), tuple(map(_key, leaves)))
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
@@ -30,19 +26,14 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
-def attributes(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """The plain values that modules hold in attributes of a public name, by (place of the module, name)."""
-    return {
-        (i, name): value
+def _attributes(model: nn.Module) -> tuple[tuple[int, str, Any], ...]:
+    """The plain values that modules hold in attributes of a public name, as (place of the module, name, value)."""
+    return tuple(
+        (i, name, value)
         for i, module in enumerate(model.modules())
         for name, value in vars(module).items()
         if type(value) in _PLAIN and not name.startswith("_") and name != "training"
-    }
-
-
-def changed(before: dict[tuple[int, str], Any], after: dict[tuple[int, str], Any]) -> frozenset[tuple[int, str]]:
-    """The attributes that differ."""
-    return frozenset(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    )
 
 
 _PLAIN = (int, float, bool, str, complex)
@@ -64,5 +55,11 @@ def _key(x: Any) -> Any:
 
 def text(call: Any) -> str:
     """The shapes of a call, for messages."""
-    leaves = [x for x in pytree.tree_leaves(call) if x is not None]
-    return ", ".join(str(list(x.shape)) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+    return ", ".join(_word(x) for x in pytree.tree_leaves(call) if x is not None)
+
+
+def _word(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return str(list(x.shape))
+    word = repr(x)
+    return word if len(word) <= 40 else f"a {type(x).__name__}"

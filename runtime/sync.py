@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from ..partitioner.errors import MeshwrightError, PlanError
 from ..partitioner.sync_clock import Delay, Gradient, Update, threshold, updates
-from ..partitioner.with_tensors import call_with
+from ..partitioner.with_tensors import Changes, call_with, unchanged
 
 Batches = Callable[[int, int], tuple[tuple, Any]]
 """From (worker, number) to that worker's mini-batch: (arguments of the model, target)."""
@@ -136,14 +136,15 @@ class ParameterServer:
         held = self._weights[gradient.version].items()
         weights = {n: w.detach().requires_grad_(n not in frozen) for n, w in held}
         args, target = self.batches(gradient.worker, gradient.draw)
-        buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+        buffers, changes = {n: b.clone() for n, b in self.model.named_buffers()}, Changes()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(hash((self.seed, gradient.worker, gradient.draw)) & (2**63 - 1))
-            out = call_with(self.model, {**weights, **buffers}, args, {})
-            loss = self.loss(out, target)
+            with unchanged(self.model, changes):
+                out = call_with(self.model, {**weights, **buffers}, args, {}, changes)
+                loss = self.loss(out, target)
             wanted = [n for n in weights if n not in frozen]
             grads = torch.autograd.grad(loss, [weights[n] for n in wanted], allow_unused=True)
-        changed = [n for n, b in self.model.named_buffers() if not torch.equal(b, buffers[n])]
+        changed = [n for n, b in self.model.named_buffers() if n in changes.buffers or not torch.equal(b, buffers[n])]
         if changed:
             raise MeshwrightError(
                 f"forward changed the buffer {changed[0]}: every worker would have one of its own. Use layers without "

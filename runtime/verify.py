@@ -24,7 +24,7 @@ from ..partitioner.errors import MeshwrightError
 from ..partitioner.layout import Layout
 from ..partitioner.precision import call, lowered
 from ..partitioner.program import Program
-from ..partitioner.with_tensors import call_with
+from ..partitioner.with_tensors import Changes, call_with, unchanged
 from .values import Values, mesh_values, put_together, whole_values
 
 TOLERANCE = {
@@ -205,7 +205,8 @@ def _against_eager(
             out = loss(out) if target is None else loss(out, target)
         return out if isinstance(out, torch.Tensor) else out.loss
 
-    with torch.enable_grad():  # as in training: a model may hook the gradient of an activation, or ask for one
+    # with gradients, as in training: a model may hook the gradient of an activation, or ask for one
+    with unchanged(model, Changes()), torch.enable_grad():
         eager = call(precision, run, args, kwargs, target, finish).detach()
     outputs = zip(program.captured.output_values, program.captured.outputs, strict=True)
     value = next(v for v, r in outputs if r.kind == "output")

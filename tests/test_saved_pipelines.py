@@ -132,7 +132,7 @@ def test_options_that_say_the_same_as_the_plan(saved: tuple[mw.Compiled, dict[st
 
 def test_a_schedule_beside_a_plan_without_a_pipeline():
     first, batch = compiled("twice", {"dp": 2}, 2, micro_batches=2)
-    with pytest.raises(mw.PlanError, match="has no pipeline"):
+    with pytest.raises(mw.PlanError, match="no axis pp"):
         mw.compile(first.model, first.mesh, kwargs=batch, plan=first.plan, schedule="1f1b")
 
 

@@ -74,6 +74,17 @@ class Wilful(nn.Module):
         return self.then(self.f(x))
 
 
+class Clamps(Wilful):
+    """Keeps its weights small."""
+
+    def __init__(self):
+        super().__init__(lambda h: h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.f.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 def branch(h: torch.Tensor) -> torch.Tensor:
     return h * 2 if h.sum() > 0 else h
 
@@ -239,11 +250,20 @@ WRONG = [
         "(output) alone; lambda output, target",
     ),
     Wrong("a target, but no loss", lambda: step(loss=None, target=torch.ones(4)), "target=; pass the loss"),
+    Wrong("an array of numpy", lambda: untouched().step(X6.numpy()), "argument 0 is an array of numpy; from_numpy"),
+    Wrong("a schedule without a pipeline", lambda: step(schedule="1f1b"), "schedule='1f1b' is of a pipeline; no axis"),
+    Wrong("a parameter that forward writes into", lambda: step(Clamps()), "writes into parameter f.weight; buffers"),
+    Wrong("a dtype that a layer does not take", lambda: step(x=X6.double()), "mm; torch.float64; torch.float32"),
     # the optimizer
     Wrong(
         "an optimizer that is not element-wise, on split parameters",
-        lambda: step(optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
-        "LBFGS is not element-wise; 0.weight; AdamW; zero=0",
+        lambda: step(optimizer=lambda m: torch.optim.Adafactor(m.parameters())),
+        "Adafactor is not element-wise; 0.weight; AdamW; zero=0",
+    ),
+    Wrong(
+        "an optimizer that evaluates the loss itself",
+        lambda: dp2(optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
+        "LBFGS evaluates the loss itself, by a closure; AdamW",
     ),
     Wrong(
         "an optimizer factory that returns None", lambda: step(optimizer=lambda m: None), "returned NoneType; lambda m:"
@@ -291,9 +311,9 @@ WRONG = [
     Wrong(
         "an optimizer of whole tensors, with state in files",
         lambda: step(
-            offload=mw.Offload("nvme", nvme_path="/tmp"), optimizer=lambda m: torch.optim.LBFGS(m.parameters())
+            offload=mw.Offload("nvme", nvme_path="/tmp"), optimizer=lambda m: torch.optim.Adafactor(m.parameters())
         ),
-        "LBFGS is not element-wise; a part at a time; offload='full'",
+        "Adafactor is not element-wise; a part at a time; offload='full'",
     ),
     Wrong(
         "an offload ratio of 2",
