@@ -70,7 +70,8 @@ class States:
         self.place = np.array([place for place, _ in listed], dtype=np.intp).reshape(shape)
         self.by_place = np.zeros((factors + 1 + len(ops),) * len(names), dtype=np.intp)
         backwards = np.arange(len(listed))[::-1]  # the first at a place is in mesh order, and is written last
-        self.by_place[tuple((self.place[backwards] + 1 + len(ops)).T)] = backwards
+        if names:  # else there is one state, the first
+            self.by_place[tuple((self.place[backwards] + 1 + len(ops)).T)] = backwards
         ranks = [{a: r for some in marks for r, a in enumerate(some)} for marks, _ in self.states]
         self.rank = np.array([[of.get(a, 0) for a in names] for of in ranks], dtype=np.intp).reshape(shape)
         self.count = (self.place[:, None, :] == np.arange(factors)[:, None]).sum(axis=2)
