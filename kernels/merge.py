@@ -5,7 +5,7 @@
 
 Exponents are of differences that are at most 0, so nothing overflows; -inf on one side leaves the other, on both gives
 out 0 and lse -inf, with gradients 0. The arithmetic is float32 or wider; out has the dtype of out_a, lse that of the
-arithmetic. A ring passes keys from rank to rank and merges what each adds.
+arithmetic. No plan calls it: attention is not split over keys yet (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _weights_of(lse_a, lse_b):
 
 
 @jit
-def merge_kernel(out_a, lse_a, out_b, lse_b, out, lse, rows, d, ROWS: constexpr, BLOCK: constexpr):
+def _parts(out_a, lse_a, out_b, lse_b, rows, d, ROWS: constexpr, BLOCK: constexpr):
+    """Of a program's rows: which they are, where their numbers lie and which of these there are; w_a, w_b and lse; the
+    numbers of both parts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     there = (row < rows)[:, None] & (col < d)[None, :]
@@ -76,6 +78,12 @@ def merge_kernel(out_a, lse_a, out_b, lse_b, out, lse, rows, d, ROWS: constexpr,
     a, b, both = _weights_of(la, lb)
     va = tl.load(out_a + at, mask=there, other=0.0).to(tl.float32)
     vb = tl.load(out_b + at, mask=there, other=0.0).to(tl.float32)
+    return row, at, there, a, b, both, va, vb
+
+
+@jit
+def merge_kernel(out_a, lse_a, out_b, lse_b, out, lse, rows, d, ROWS: constexpr, BLOCK: constexpr):
+    row, at, there, a, b, both, va, vb = _parts(out_a, lse_a, out_b, lse_b, rows, d, ROWS, BLOCK)
     tl.store(out + at, (va * a[:, None] + vb * b[:, None]).to(out.dtype.element_ty), mask=there)
     tl.store(lse + row, both, mask=row < rows)
 
@@ -85,16 +93,8 @@ def merge_backward_kernel(
     grad, grad_lse, out_a, lse_a, out_b, lse_b, d_out_a, d_lse_a, d_out_b, d_lse_b, rows, d,
     LSE: constexpr, ROWS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, BLOCK)
-    there = (row < rows)[:, None] & (col < d)[None, :]
-    at = row[:, None] * d + col[None, :]
-    la = tl.load(lse_a + row, mask=row < rows, other=0.0).to(tl.float32)
-    lb = tl.load(lse_b + row, mask=row < rows, other=0.0).to(tl.float32)
-    a, b, _ = _weights_of(la, lb)
+    row, at, there, a, b, _, va, vb = _parts(out_a, lse_a, out_b, lse_b, rows, d, ROWS, BLOCK)
     g = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
-    va = tl.load(out_a + at, mask=there, other=0.0).to(tl.float32)
-    vb = tl.load(out_b + at, mask=there, other=0.0).to(tl.float32)
     apart = tl.sum(g * va, 1) - tl.sum(g * vb, 1)
     da, db = a * b * apart, -(a * b * apart)
     if LSE:

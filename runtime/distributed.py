@@ -70,6 +70,8 @@ class DistributedComm:
             )
         self.mesh, self.timeout = mesh, timeout
         self.rank = dist.get_rank()
+        if device.type == "cuda":
+            own_cache(self.rank)
         self.ranks = (self.rank,)
         self.sent: dict[int, Counts] = {self.rank: {}}
         self._process_groups: dict[tuple[int, ...], Any] = {}
@@ -283,6 +285,13 @@ def join(device: torch.device, timeout: float | None = None) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend_for(device), timeout=_delta(timeout))
+
+
+def own_cache(rank: int) -> None:
+    """Triton's compiled kernels in a folder of this process's own, unless `TRITON_CACHE_DIR` says where: processes of
+    one launch compile the same kernels at the same moment, and in a shared home folder they race for one file."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache", f"rank{rank}"))
 
 
 def _delta(seconds: float | None) -> timedelta | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from meshwright.kernels import attention, cross_entropy, linear_cross_entropy, rms_norm, rope
+from meshwright.kernels import attention, cross_entropy, linear_cross_entropy, rms_norm, rope, tri
 from meshwright.kernels import merge as _registers_the_ops  # noqa: F401
+from meshwright.runtime.distributed import own_cache
 from rulecheck import check_call
 
 mw = torch.ops.meshwright
@@ -92,3 +95,17 @@ def test_merging_parts_is_attention():
         first, second, third = (parts[i] for i in order)
         got = mw.merge_attention(*mw.merge_attention(*first, *second), *third)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_each_rank_has_a_cache_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    for rank in (0, 3):
+        monkeypatch.setenv("TRITON_CACHE_DIR", "")
+        monkeypatch.delenv("TRITON_CACHE_DIR")
+        own_cache(rank)
+        assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton" / "cache" / f"rank{rank}")
+        if tri.HAVE:
+            assert importlib.import_module("triton.knobs").cache.dir == os.environ["TRITON_CACHE_DIR"]
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    own_cache(1)
+    assert os.environ["TRITON_CACHE_DIR"] == "mine"
