@@ -101,7 +101,7 @@ def _backward(
     """(dx, dw, db); db is empty without a bias. The target's own entry is expm1(z - lse), free of cancellation."""
     dx, dw, db = _fake_backward(grad, grad_lse, x, w, b, target, lse, ignore_index, start)
     wide = dtype_of_sums(x.dtype)
-    sums, bias = torch.zeros_like(dw, dtype=wide), torch.zeros_like(db, dtype=wide)
+    sums, bias = _room_for_sums(dw, wide, x.shape[0]), torch.zeros_like(db, dtype=wide)
     if not w.shape[0]:
         return dx.zero_(), dw, db
     column, there = held(target, ignore_index, start, w.shape[0])
@@ -113,8 +113,8 @@ def _backward(
             bias += dz.sum(0, dtype=wide)
         dz = dz.to(x.dtype)
         torch.mm(dz, w, out=dx[rows])
-        _add_product(sums, dz, x[rows])
-    return dx, dw.copy_(sums), db.copy_(bias)
+        _add_product(sums, dz, x[rows], rows.start == 0)
+    return dx, _as_gradient(sums, dw), db.copy_(bias)
 
 
 def _step(
@@ -125,7 +125,8 @@ def _step(
     nll, dx, dw, db = _fake_step(x, w, b, target, grad, ignore_index, want_x, want_w and total is None, want_b)
     wide, v = nll.dtype, w.shape[0]
     refuse(target, ignore_index, v)
-    sums, bias = torch.zeros_like(dw, dtype=wide) if total is None else total, torch.zeros_like(db, dtype=wide)
+    sums = _room_for_sums(dw, wide, x.shape[0]) if total is None else total
+    bias = torch.zeros_like(db, dtype=wide)
     column, there = held(target, ignore_index, 0, v)
     own = grad.to(wide).masked_fill(there.logical_not(), 0.0)
     for rows, z in _chunks(x, w, b, False):
@@ -135,9 +136,9 @@ def _step(
         if want_x:
             torch.mm(dz, w, out=dx[rows])
         if want_w:
-            _add_product(sums, dz, x[rows])
+            _add_product(sums, dz, x[rows], total is None and rows.start == 0)
         del z, dz
-    dw = sums if dw.dtype == wide else dw.copy_(sums)
+    dw = sums if total is not None else _as_gradient(sums, dw)
     return nll.masked_fill_(there.logical_not(), 0.0), dx, dw, db.copy_(bias)
 
 
@@ -146,10 +147,22 @@ def _step_added(total, *args, passes: Rows = TORCH) -> tuple[torch.Tensor, ...]:
     return _step(*args, passes=passes, total=total)
 
 
-def _add_product(sums: torch.Tensor, dz: torch.Tensor, x: torch.Tensor) -> None:
-    """sums += dzᵀ x, the sum over chunks in the dtype of `sums`."""
+def _room_for_sums(dw: torch.Tensor, wide: torch.dtype, rows: int) -> torch.Tensor:
+    """Where the products of chunks are summed: dw itself if it is wide. The first product is written, not added."""
+    sums = dw if dw.dtype == wide else torch.empty_like(dw, dtype=wide)
+    return sums if rows else sums.zero_()
+
+
+def _as_gradient(sums: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
+    return dw if sums is dw else dw.copy_(sums)
+
+
+def _add_product(sums: torch.Tensor, dz: torch.Tensor, x: torch.Tensor, first: bool) -> None:
+    """sums += dzᵀ x, or = of the first; the sum over chunks in the dtype of `sums`."""
     if sums.dtype == dz.dtype:
-        sums.addmm_(dz.t(), x)
+        sums.addmm_(dz.t(), x, beta=0 if first else 1)
+    elif first:
+        sums.copy_(torch.mm(dz.t(), x))
     else:
         sums += torch.mm(dz.t(), x)
 

@@ -212,5 +212,6 @@ def test_one_call_is_as_right_as_three(dtype):
     assert not all_too_far("value", got, by_autograd(dtype), by_autograd(torch.float64))
     few = STEP(x, w, None, y, g, -100, False, True, False)
     assert [t.numel() for t in few] == [10, 0, V * H, 0]
+    assert not STEP(x[:0], w, b, y[:0], g[:0], -100, True, True, True)[2].any()
     with pytest.raises(IndexError, match="out of bounds"):
         STEP(x, w, b, y + V, g, -100, True, True, True)
