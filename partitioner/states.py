@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from . import halo, moves, transitions
+from . import halo, transitions
 from .buckets import Bucket
 from .collective import seconds, window_steps
 from .layout import Factor, Layout
@@ -31,6 +32,9 @@ from .transitions import STEP, Transitions, open_factors
 WHOLE = 0
 OPS = {"sum": -1, "max": -2, "min": -3}
 """Codes of a state on one axis: WHOLE, an op, or 1 + the factor split (its place among the tensor's factors)."""
+
+FIRST = min(OPS.values())
+"""The least code."""
 
 UNREACHABLE = 1e9
 """Seconds of what no path joins."""
@@ -55,11 +59,19 @@ class States:
     seen: dict[tuple[int, int], Seen] = field(default_factory=dict)
     marks: list[tuple[tuple[str, ...], ...]] | None = None
 
-    def used(self) -> set[int]:
-        return {c - 1 for state in self.unique for c in state if c > 0}
+    @cached_property
+    def codes(self) -> np.ndarray:
+        """(unique states, axes)"""
+        return np.array(self.unique, dtype=np.intp).reshape(len(self.unique), -1)
 
-    def ops(self) -> set[str]:
-        return {op for op, code in OPS.items() if any(code in state for state in self.unique)}
+    @cached_property
+    def used(self) -> frozenset[int]:
+        """The factors that some state splits."""
+        return frozenset(c - 1 for state in self.unique for c in state if c > 0)
+
+    @cached_property
+    def ops(self) -> frozenset[str]:
+        return frozenset(op for op, code in OPS.items() if any(code in state for state in self.unique))
 
 
 def code_of(state: State | Seen, offsets: Sequence[int]) -> int:
@@ -145,10 +157,10 @@ class Prices:
     def _priced(
         self, lengths: tuple[int, ...], itemsize: int, have: States, want: States, bucket: Bucket | None
     ) -> np.ndarray:
-        used = have.used() | want.used()
+        used = set(have.used | want.used)
         chosen = open_factors(used, lengths) if len(self.axes) <= FEW_AXES else tuple(sorted(used))
         rest = math.prod(n for i, n in enumerate(lengths) if i not in chosen)
-        ops = tuple(sorted({"sum"} | have.ops() | want.ops()))
+        ops = tuple(sorted({"sum"} | have.ops | want.ops))
         spanned = tuple(lengths[i] for i in chosen)
         table = transitions.transitions(self.axes, ops, spanned, float(rest * itemsize), self.mesh)
         rows, columns = self._numbers(table, have, chosen, ops), self._numbers(table, want, chosen, ops)
@@ -161,13 +173,7 @@ class Prices:
     def _numbers(self, table: Transitions, states: States, chosen: tuple[int, ...], ops: tuple[str, ...]) -> np.ndarray:
         """The number in a table of each unique state."""
         if states.marks is None:
-            first = -min(OPS.values())
-            place = np.zeros(first + max(chosen, default=-1) + 2, dtype=np.intp)  # by code, from that of the last op on
-            place[[first + OPS[op] for op in ops]] = moves.PARTIAL - np.arange(len(ops))
-            place[first + WHOLE] = moves.WHOLE
-            place[[first + 1 + f for f in chosen]] = np.arange(len(chosen))
-            codes = np.array(states.unique, dtype=np.intp).reshape(len(states.unique), -1)
-            return table.shape.by_place[tuple((place[codes + first] + 1 + len(ops)).T)].reshape(-1)
+            return table.shape.by_place[tuple(_places(chosen, ops)[states.codes - FIRST].T)].reshape(-1)
         index, partial = table.shape.index, self._partials(states)
         return np.array([index[tuple([m[f] for f in chosen]), p] for m, p in zip(states.marks, partial, strict=True)])
 
@@ -200,6 +206,16 @@ class Prices:
                 took = sum(seconds(s, self.mesh, itemsize) + STEP for s in window_steps(way, self.mesh))
                 found.append((way[0], took))
         return self._windows[key]
+
+
+@lru_cache(maxsize=4096)
+def _places(chosen: tuple[int, ...], ops: tuple[str, ...]) -> np.ndarray:
+    """By code, from the first on: its place in a table of these factors, counted from the last op (`moves.States`)."""
+    place = np.zeros(max(chosen, default=-1) + 2 - FIRST, dtype=np.intp)
+    place[[OPS[op] - FIRST for op in ops]] = len(ops) - 1 - np.arange(len(ops))
+    place[WHOLE - FIRST] = len(ops)
+    place[[1 + f - FIRST for f in chosen]] = len(ops) + 1 + np.arange(len(chosen))
+    return place
 
 
 @dataclass(frozen=True)
