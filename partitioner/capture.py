@@ -234,7 +234,8 @@ def _named_faults(program: nn.Module) -> Iterator[None]:
         raise CaptureError(
             f"data-dependent {kind} in forward at {line_of(fault)}: what {type(program).__name__} computes next "
             f"depends on the values of a tensor, and one graph cannot hold both ways. Write it with torch.where or "
-            f"masks, pass the decision as a python argument, or (mixture of experts in transformers) call "
+            f"masks, leave a number that is read (.item(), float()) a tensor, pass the decision as a python argument, "
+            f"or (mixture of experts in transformers) call "
             f"model.set_experts_implementation('batched_mm'); nn.Transformer needs tgt_is_causal=True. "
             f"({str(fault).partition(chr(10))[0]})"
         ) from fault
