@@ -15,7 +15,7 @@ from .errors import CaptureError
 from .graph import Role
 from .outputs import TENSOR, Traced, as_trees, unaliased
 from .precision import Precision, call, lowered
-from .with_tensors import Changes, call_with, unchanged
+from .with_tensors import Changes, bound_buffers, call_with, unchanged
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,18 @@ class Call:
 
     def _check_buffers(self) -> None:
         """What a buffer is bound to must be able to take its place in the next step."""
+        every = bound_buffers(self.program)
         for name, t in list(self.changes.buffers.items()):
-            if name not in self.held:  # None before
+            old = every.get(name)
+            if old is None:
                 self.changes.values.append(name)
                 del self.changes.buffers[name]
                 continue
-            old = self.held[name]
+            if len(tied := [n for n, b in every.items() if b is old]) > 1:
+                raise CaptureError(
+                    f"forward binds buffer {name} to another tensor, and {', '.join(tied)} are one: they would "
+                    f"no longer be. Write into it in place, or give each its own"
+                )
             if t.shape != old.shape or t.dtype != old.dtype:
                 raise CaptureError(
                     f"forward binds buffer {name}, {_form(old)}, to {_form(t)}: in the compiled program it keeps its "

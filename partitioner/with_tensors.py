@@ -58,16 +58,15 @@ def call_with(
 
     changes: is told what buffers are bound to.
     """
-    modules, begun = dict(model.named_modules()), {}
-    found = changes or Changes()
-    tables: list[dict[str, Any]] = [t for m in modules.values() for t in (m._parameters, m._buffers)]
+    found, begun = changes or Changes(), {}
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
     before = [dict(table) for table in tables]
 
     def begin(*_: Any) -> None:
-        begun.update(_buffers(modules))
+        begun.update(bound_buffers(model))
 
     def end(*_: Any) -> None:
-        found.buffers = {n: t for n, t in _buffers(modules).items() if t is not begun.get(n) and t is not None}
+        found.buffers = {n: t for n, t in bound_buffers(model).items() if t is not begun.get(n) and t is not None}
 
     hooks = [model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)]
     try:
@@ -80,8 +79,9 @@ def call_with(
             table.update(was)
 
 
-def _buffers(modules: dict[str, nn.Module]) -> dict[str, torch.Tensor | None]:
-    return {f"{n}.{b}".lstrip("."): t for n, m in modules.items() for b, t in m._buffers.items()}
+def bound_buffers(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """What every buffer of every module is bound to, those that are one tensor too."""
+    return {f"{n}.{b}".lstrip("."): t for n, m in model.named_modules() for b, t in m._buffers.items()}
 
 
 class _Kept:

@@ -74,6 +74,19 @@ class Grown(nn.Module):
         return self.layer(self.rows).sum()
 
 
+class Tied(nn.Module):
+    """Two averages that begin as one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Average(), Average()
+        self.one.layer, self.two.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.mean = self.one.mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)).square().mean()
+
+
 class Remembers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -98,6 +111,7 @@ class Teacher(nn.Module):
 
 REFUSED = [
     (Grown, r"buffer rows, torch.float32 \[2, 4\], to torch.float32 \[6, 4\]"),
+    (Tied, "binds buffer one.mean to another tensor, and one.mean, two.mean are one"),
     (Remembers, "reads the tensor last and binds it to another.*register_buffer"),
     (Teacher, "writes into parameter theirs.weight"),
 ]
